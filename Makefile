@@ -1,13 +1,13 @@
 # make demo    a chat model in plain vLLM and with tree drafts: same tokens, fewer steps
 # make test    every check: lint, format, types, the whole test suite
-# Both do all the set-up first, in .venv (see scripts/setup.sh).
+# Both run the set-up first, in .venv (see scripts/setup.sh).
 .DEFAULT_GOAL := help
 SHELL := bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
-# Every test has one thread, and a file's tests share its engines. Three files at a time keep two
-# cores busy while one of them waits for processes that it started.
+# Each test uses one thread, and the tests of a file share its engines. With three workers, two
+# cores stay busy while one of them waits for its child processes.
 PYTEST_WORKERS ?= 3
 DEMO_ARGS ?=
 MINUTES ?= 10
@@ -15,50 +15,50 @@ export VENV
 
 .PHONY: help setup demo drafters test lint format unit fuzz wheel soak serve-example clean
 
-help:  ## this list
+help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/ -/' | sort
 
-setup:  ## the virtual environment with vLLM for CPU, no CUDA packages
+setup:  ## create the virtual environment: vLLM for CPU, no CUDA packages
 	@scripts/setup.sh
 
-demo: setup  ## a chat model in plain vLLM and with tree drafts, side by side
+demo: setup  ## compare plain vLLM and tree drafts on a chat model, side by side
 	@$(BIN)/python -m demo $(DEMO_ARGS)
 
-drafters: setup  ## train the demo's drafters again (hours; CONVERSATIONS=7500 for more texts)
+drafters: setup  ## train the demo's drafters (hours; CONVERSATIONS=7500 for more texts)
 	@$(BIN)/python -m demo.smollm2 .demo/target
 	@demo/train_drafters.sh
 
-test: setup lint  ## all checks: ruff, mypy, the whole test suite
+test: setup lint  ## run all checks: ruff, mypy, the whole test suite
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 		$(PYTEST_ARGS)
 
-lint: setup  ## lines by room, ruff and mypy
+lint: setup  ## count lines by folder, run ruff and mypy
 	@scripts/lines.sh
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: setup  ## rewrite the sources in the house's format
+format: setup  ## format the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-unit: setup  ## the quick tests: no engine is started
+unit: setup  ## run the fast tests, which start no engine
 	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
 
-fuzz: setup  ## random engines and requests beside plain vLLM for MINUTES; ENGINE, REQUESTS again
+fuzz: setup  ## compare random engines with plain vLLM for MINUTES; ENGINE and REQUESTS reproduce a failure
 	PYTHONPATH=tests $(BIN)/python -m support.fuzz --minutes $(MINUTES) \
 		$(if $(ENGINE),--engine $(ENGINE)) $(if $(REQUESTS),--requests $(REQUESTS)) \
 		$(if $(RUNNER),--runner $(RUNNER))
 
-wheel:  ## the wheel alone, in a fresh environment, does what the README promises
+wheel:  ## test the README's commands with the wheel in a fresh environment
 	@scripts/check_wheel.sh
 
 SOAK_ARGS ?=
-soak: setup  ## 2,000 requests of all kinds to a server: answers, memory (some minutes)
+soak: setup  ## send 2,000 mixed requests to a server; check answers and memory (some minutes)
 	$(BIN)/python -m benchmarks soak --target tests/assets/target --drafter tests/assets/heads \
 		--texts tests/assets/prompts.jsonl --eager --json build/soak.json $(SOAK_ARGS)
 
-serve-example: setup  ## an OpenAI-compatible server with the test model, at port 8000
+serve-example: setup  ## serve the test model, OpenAI-compatible, on port 8000
 	$(BIN)/vllm-medusa serve tests/assets/target --speculative-model tests/assets/heads \
 		--dtype float32 --gpu-memory-utilization 0.5 \
 		--chat-template examples/plain_chat_template.jinja

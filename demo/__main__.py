@@ -1,6 +1,6 @@
 """`python -m demo`: a chat model in plain vLLM and with tree drafts, replayed side by side.
 
-Each engine answers alone on the machine, one after the other. To measure drafters of your own, use
+Only one engine generates at a time. To measure your own drafters, use
 `vllm-medusa compare`.
 """
 
@@ -34,23 +34,21 @@ class DemoOptions(Options):
     """Options of `python -m demo`."""
 
     target: Path | None = option(
-        "folder of a chat model; absent: SmolLM2-135M-Instruct, made in .demo", default=None
+        "folder of a chat model; default: SmolLM2-135M-Instruct, built in .demo", default=None
     )
     drafter: Path = option(
-        "folder of a drafter for it", default=_HERE / "drafters" / "hydra", shown="Hydra heads"
+        "folder of its drafter", default=_HERE / "drafters" / "hydra", shown="Hydra heads"
     )
     speculative_config: dict[str, Any] = option(
-        "more of it, such as '{\"lookup\": true}'", default={}, metavar="JSON"
+        "additional settings, such as '{\"lookup\": true}'", default={}, metavar="JSON"
     )
     prompts: Path = option("a file of prompts", default=_HERE / "prompts.jsonl", shown="")
-    max_tokens: Positive = option("of each answer", default=64)
+    max_tokens: Positive = option("tokens per answer", default=64)
     temperatures: tuple[AtLeastZero, ...] = option(default=(0.0, 0.7), metavar="T")
-    eager: bool = option(
-        "engines that compile nothing: faster start, slower decoding", default=False
-    )
-    replays: FromZero = option("answers shown", default=2)
-    json: Path | None = option("write the recording", default=None, metavar="FILE")
-    record: Path | None = option("draw it as an animated SVG", default=None, metavar="FILE")
+    eager: bool = option("disable compilation: faster start, slower decoding", default=False)
+    replays: FromZero = option("number of answers to replay", default=2)
+    json: Path | None = option("file for the recording", default=None, metavar="FILE")
+    record: Path | None = option("draw the replay as an SVG", default=None, metavar="FILE")
     recorded: Path | None = option(
         "show a recording instead of running engines", "--from", default=None, metavar="FILE"
     )
@@ -98,9 +96,9 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
     for name in ("target", "drafter", "prompts"):
         path = getattr(options, name)
         if path is not None and not path.exists():
-            raise ValueError(f"--{name} {path} does not exist; name yours with --{name}.")
+            raise ValueError(f"--{name} {path} does not exist; set --{name}.")
     if options.target is not None and not (options.target / "config.json").is_file():
-        raise ValueError(f"--target {options.target}: no config.json in it; give a chat model.")
+        raise ValueError(f"--target {options.target}: no config.json in it; pass a chat model.")
     prompts = load_prompts(options.prompts)
     target = options.target or smollm2.build(smollm2.MADE / "target", note=progress.note)
     drafter = packed.usable(options.drafter, target)
@@ -123,7 +121,7 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
                 "enforce_eager": eager,
                 "enable_prefix_caching": False,
                 "kv_cache_memory_bytes": 1 << 29,
-                "max_model_len": -1,  # as much as fits
+                "max_model_len": -1,  # as long as fits
             },
             progress,
         ),

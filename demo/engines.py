@@ -1,7 +1,7 @@
-"""Both engines on the demo's prompts: they start at the same time and work one after the other.
+"""Both engines on the demo's prompts: they start concurrently and then run one at a time.
 
-Most of a start is compilation, which keeps one core busy. An engine that is not asked anything
-keeps none, so each is measured alone on the machine.
+Start-up is mostly compilation, which keeps one core busy. An engine without requests
+uses no core, so each engine is measured alone.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _WARM_UP = 16  # tokens at each temperature
 
 @dataclass
 class TimedAnswer(Answer):
-    """An answer that knows when each of its steps ended."""
+    """An answer that records when each of its steps ended."""
 
     began: float = field(default_factory=time.perf_counter)
     times: list[float] = field(default_factory=list)  # seconds since it began
 
     def add(self, delta: Delta) -> None:
-        """Take the tokens of one step."""
+        """Append the tokens of one step."""
         super().add(delta)
         if delta.token_ids:
             self.times.append(time.perf_counter() - self.began)
@@ -61,7 +61,7 @@ class Start(Thread):
         self.start()
 
     def run(self) -> None:
-        """Start it, and wait: a process ends with the thread that started it."""
+        """Start the engine, then wait: a child process ends with the thread that started it."""
         try:
             self.engine.set_result(EngineProcess(*self._given))
         except Exception as error:
@@ -78,10 +78,10 @@ def record(
     engine_args: Mapping[str, Any],  # of both engines
     progress: Progress,
 ) -> tuple[Run, ...]:
-    """Let each engine answer all prompts, one at a time, at each temperature.
+    """Run all prompts through each engine, one at a time, at each temperature.
 
     Raises:
-        EngineRefused, JobFailed: an engine did not start.
+        EngineRefused, JobFailed: an engine failed to start.
         ValueError: a prompt was refused.
 
     """
@@ -90,11 +90,11 @@ def record(
     plain = EngineSettings(str(target), None, "float32", engine_args=engine_args)
     settings = {"plain vLLM": plain, "with drafts": replace(plain, speculative_config=speculation)}
     ways = [Sampling(max_tokens=max_tokens, temperature=t) for t in temperatures]
-    progress.note("both engines start at the same time; then each works alone")
+    progress.note("both engines start concurrently, then run one at a time")
     hottest = max(ways, key=lambda way: way.temperature)
     starts = {name: Start(each, hottest).engine for name, each in settings.items()}
     for start in wait(starts.values(), return_when=FIRST_EXCEPTION).done:
-        start.result()  # raises its error, whatever the other one is doing
+        start.result()  # raises its error without waiting for the other engine
     answers = {}
     with ExitStack() as stack:
         engines = {name: stack.enter_context(start.result()) for name, start in starts.items()}
@@ -121,7 +121,7 @@ def _answers(
     ways: Sequence[Sampling],
     progress: Progress,
 ) -> dict[tuple[float, int], TimedAnswer]:
-    """Ask an engine everything."""
+    """Generate all answers with one engine."""
     answers = dict[tuple[float, int], TimedAnswer]()
     engine.session = TimedConversation
     for way in ways:
@@ -141,7 +141,7 @@ def _answers(
 
 
 def take(answer: TimedAnswer, tokenizer: Any) -> Take:
-    """An answer as the recording has it."""
+    """Convert an answer for the recording."""
     texts = iter(pieces(answer.token_ids, tokenizer))
     steps = tuple(
         Step(round(at, 4), tuple(next(texts) for _ in range(count)))
@@ -151,7 +151,7 @@ def take(answer: TimedAnswer, tokenizer: Any) -> Take:
 
 
 def pieces(token_ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """The text that each token adds; characters of several tokens go to their last."""
+    """The text that each token adds; a character of several tokens belongs to the last of them."""
     found, done = [], ""
     for end in range(1, len(token_ids) + 1):
         text = tokenizer.decode(token_ids[:end], skip_special_tokens=True)

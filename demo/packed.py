@@ -1,9 +1,9 @@
-"""A drafter's folder in half the space: weights as int8, one scale for each output row.
+"""A drafter's folder at half the size: int8 weights with one scale per output row.
 
-    python -m demo.packed FOLDER OUTPUT --target TARGET     # a drafter to a packed one
+    python -m demo.packed FOLDER OUTPUT --target TARGET     # pack a drafter
 
-Tensors of one dimension stay as they are, but that ids are int32. An LM head whose rows are the
-target's is left out, and taken from the target again. What drafts are made of does not change what
+One-dimensional tensors are unchanged, except that ids become int32. LM head rows copied from the
+target are omitted and restored from the target. Rounding the drafter does not change what
 is generated, only how much of it is accepted.
 """
 
@@ -28,17 +28,17 @@ from vllm_medusa.heads.eagle import drafter_method
 
 FILE = "model.safetensors"
 FORMAT = "int8 rows 1"
-LM_HEAD, MAP = "lm_head.weight", "d2t"  # of an EAGLE-3 drafter; rows of the target less their place
-_SCALE = ".scale"  # of a matrix; behind its name
+LM_HEAD, MAP = "lm_head.weight", "d2t"  # of an EAGLE-3 drafter; target id minus draft id
+_SCALE = ".scale"  # suffix of a matrix's scale
 
 
 def pack(folder: Path, output: Path, target: Path | None = None) -> None:
     """Write the packed form of a drafter's folder; its ``config.json`` is copied.
 
-    With the ``target``'s folder an LM head of its rows is left out.
+    With the ``target``'s folder, an LM head copied from it is omitted.
     """
     if target is not None and not (target / FILE).is_file():
-        raise FileRefused(f"--target {target}: no {FILE} in it; give the model's folder.")
+        raise FileRefused(f"--target {target}: no {FILE} in it; pass the model's folder.")
     tensors, _ = _read(folder)
     rows = ""
     if target is not None and {LM_HEAD, MAP} <= tensors.keys():
@@ -57,16 +57,16 @@ def pack(folder: Path, output: Path, target: Path | None = None) -> None:
             packed[name] = (tensor.float() / scale.clamp_min(1e-30)).round().to(torch.int8)
             packed[name + _SCALE] = scale
     metadata = {"packed": FORMAT, "dtypes": json.dumps(dtypes), "digest": _digest(packed)}
-    metadata["target rows"] = rows  # their dtype, if the LM head is left out
+    metadata["target rows"] = rows  # their dtype, if the LM head is omitted
     with new_folder(output) as part:
         save_file(packed, part / FILE, metadata)
         shutil.copyfile(folder / "config.json", part / "config.json")
 
 
 def unpack(folder: Path, output: Path, target: Path) -> None:
-    """Write the drafter that `pack` was given, its matrices rounded; replaces ``output``.
+    """Write the drafter that was passed to `pack`, with rounded matrices; replaces ``output``.
 
-    ``target`` is the folder of the model that it drafts for.
+    ``target`` is the folder of its target model.
 
     Raises:
         FileRefused: the file is damaged or was not packed.
@@ -76,7 +76,7 @@ def unpack(folder: Path, output: Path, target: Path) -> None:
     if metadata.get("packed") != FORMAT:
         raise FileRefused(f"{folder / FILE} was not written by `python -m demo.packed`.")
     if metadata.get("digest") != _digest(packed):
-        raise FileRefused(f"{folder / FILE} is damaged: its digest differs. Fetch it again.")
+        raise FileRefused(f"{folder / FILE} is damaged: its digest differs. Download it again.")
     tensors = {}
     for name, dtype in json.loads(metadata["dtypes"]).items():
         tensor = packed[name]
@@ -91,7 +91,7 @@ def unpack(folder: Path, output: Path, target: Path) -> None:
 
 
 def usable(drafter: Path, target: Path, made: Path = MADE / "drafters") -> Path:
-    """The drafter's folder; of a packed one its unpacked form, which is written below ``made``."""
+    """The drafter's folder; a packed drafter is unpacked into ``made`` first."""
     if not (drafter / FILE).is_file() or "packed" not in _read(drafter)[1]:
         return drafter
     unpack(drafter, made / drafter.name, target)
@@ -99,7 +99,7 @@ def usable(drafter: Path, target: Path, made: Path = MADE / "drafters") -> Path:
 
 
 def _target_rows(target: Path, offsets: Tensor) -> Tensor:
-    """Rows of the target's LM head (its embedding where they are tied): [V_draft, H]."""
+    """Rows of the target's LM head, or of its embedding if they are tied: [V_draft, H]."""
     with safe_open(target / FILE, "pt") as file:
         names = ("lm_head.weight", "model.embed_tokens.weight")
         whole = file.get_tensor(next(name for name in names if name in file.keys()))  # noqa: SIM118
@@ -111,7 +111,7 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(folder / FILE, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except SafetensorError as error:
-        raise FileRefused(f"{folder / FILE} is damaged ({error}). Fetch it again.") from None
+        raise FileRefused(f"{folder / FILE} is damaged ({error}). Download it again.") from None
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
@@ -125,13 +125,13 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 def main() -> int:
     """``python -m demo.packed FOLDER OUTPUT``."""
     parser = argparse.ArgumentParser(prog="python -m demo.packed", description=__doc__)
-    parser.add_argument("folder", type=Path, help="of a drafter")
+    parser.add_argument("folder", type=Path, help="folder of a drafter")
     parser.add_argument("output", type=Path, help="a new folder")
-    parser.add_argument("--target", type=Path, help="the model that it drafts for")
+    parser.add_argument("--target", type=Path, help="folder of its target model")
     args = parser.parse_args()
     try:
         if drafter_method(args.folder) is None:
-            peek_heads(args.folder)  # refuses what is no heads either
+            peek_heads(args.folder)  # refuses a folder without heads
         pack(args.folder, args.output, args.target)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

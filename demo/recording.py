@@ -1,4 +1,4 @@
-"""Both engines' steps on the demo's prompts: times, texts, figures, and a file of them."""
+"""Both engines' steps on the demo's prompts: times, texts and figures, saved as a file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Take:
 
     @property
     def acceptance(self) -> Acceptance:
-        """What its steps accepted."""
+        """Accepted draft tokens of its steps."""
         return Acceptance.of([len(step.pieces) for step in self.steps])
 
     def done(self, clock: float) -> list[Step]:
@@ -63,13 +63,13 @@ class Take:
         return [step for step in self.steps if step.at <= clock]
 
     def tokens_per_second(self, clock: float) -> float:
-        """Speed up to ``clock`` or the end, prefill included; 0 before the first token."""
+        """Speed until ``clock`` or the end, prefill included; 0 before the first token."""
         tokens = sum(len(step.pieces) for step in self.done(clock))
         spent = min(clock, self.seconds)
         return tokens / spent if tokens and spent > 0 else 0.0
 
     def status(self, clock: float) -> str:
-        """A line: the running clock, which stops at the end, tokens and speed."""
+        """A line with the clock, which stops at the end, tokens and speed."""
         tokens = sum(len(step.pieces) for step in self.done(clock))
         end = ", done" if clock >= self.seconds else ""
         return (
@@ -79,7 +79,7 @@ class Take:
 
 
 def joined(steps: Iterable[Step]) -> list[Span]:
-    """The text of steps, neighbours of one kind in one span."""
+    """The text of steps; adjacent spans of one kind are joined."""
     spans = (span for step in steps for span in step.spans)
     grouped = groupby(spans, key=lambda span: span.drafted)
     return [Span("".join(span.text for span in group), drafted) for drafted, group in grouped]
@@ -97,13 +97,13 @@ class Run:
 
     @property
     def identical(self) -> bool:
-        """Every token and the reason of the end agree."""
+        """Whether all tokens and the finish reason agree."""
         both = (self.plain, self.drafted)
         return len({(take.token_ids, take.finish_reason) for take in both}) == 1
 
     @property
     def seconds(self) -> float:
-        """Until both are done, if both began at once."""
+        """Time until both are done, if they had started together."""
         return max(self.plain.seconds, self.drafted.seconds)
 
     @property
@@ -138,13 +138,13 @@ class Figures:
 
     @property
     def ratio(self) -> float:
-        """How many times faster drafts made it."""
+        """Speedup from drafting."""
         return self.drafted_speed / self.plain_speed
 
 
 @dataclass(frozen=True)
 class Recording:
-    """All runs, and the machine."""
+    """All runs, and the machine they ran on."""
 
     target: str
     drafter: str
@@ -152,12 +152,12 @@ class Recording:
     runs: tuple[Run, ...] = field(default=())
 
     def figures(self) -> list[Figures]:
-        """One row for each temperature, in order."""
+        """One row per temperature, in order."""
         temperatures = dict.fromkeys(run.temperature for run in self.runs)
         return [_figures(t, [r for r in self.runs if r.temperature == t]) for t in temperatures]
 
     def shown(self, count: int) -> list[Run]:
-        """Runs to show: the first ``count`` prompts, the temperatures in turn."""
+        """Runs to show: the first ``count`` prompts, alternating between temperatures."""
         temperatures = [row.temperature for row in self.figures()]
         names = list(dict.fromkeys(run.name for run in self.runs))[:count]
         wanted = {(name, temperatures[i % len(temperatures)]) for i, name in enumerate(names)}
@@ -177,13 +177,13 @@ class Recording:
         """Read what `save` wrote.
 
         Raises:
-            OSError, ValueError: the file can't be read or is not a recording.
+            OSError, ValueError: the file is unreadable or is not a recording.
 
         """
         document = read_json(path)
         if document.pop("format", None) != FORMAT:
             raise ValueError(
-                f"{path} is not a recording of this demo. Give a file that --json wrote."
+                f"{path} is not a recording of this demo. Pass a file written by --json."
             )
         runs = tuple(
             Run(**run | {side: _take(run[side]) for side in ("plain", "drafted")})

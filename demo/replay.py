@@ -1,4 +1,4 @@
-"""The terminal replay: both engines side by side, each token when its engine delivered it."""
+"""The terminal replay: both engines side by side, each token at the time it was generated."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from demo.recording import Recording, Run, Take, joined
 
 DRAFTED_STYLE = "bold green"
 FRAMES_PER_SECOND = 30
-_WIDEST = 72  # columns of a panel
-_AROUND = 8  # lines of the screen that are no text of an answer
+_WIDEST = 72  # max columns of a panel
+_AROUND = 8  # screen lines other than answer text
 _PAUSE = 1.5  # seconds after each prompt
 
 
@@ -28,7 +28,7 @@ def replay(
     now: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show the runs one after the other, at their true speed."""
+    """Show the runs one after the other, in real time."""
     for run in runs:
         with Live(console=console, auto_refresh=False) as live:
             start = now()
@@ -68,7 +68,7 @@ def frame(console: Console, run: Run, clock: float, drafter: str) -> RenderableT
 
 
 def ending(run: Run, clock: float) -> Text:
-    """The last line: the legend and, once both engines are done, what came of it."""
+    """The last line: the legend and, once both engines are done, the outcome."""
     text = Text("drafted and accepted", style=DRAFTED_STYLE)
     if clock >= run.seconds:
         text.append(f"   {run.outcome}", style="bold white")

@@ -1,4 +1,4 @@
-"""What the demo prints: texts with their drafted tokens marked, the table, the verdict."""
+"""What the demo prints: texts with their drafted tokens marked, the table, the conclusion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN_DIFFERENCES = 5
 
 
 def texts(console: Console, runs: Sequence[Run]) -> None:
-    """Print final texts, where nothing can be replayed."""
+    """Print final texts, for outputs where a replay is impossible."""
     console.print(f"{_MARKS[0]}drafted and accepted{_MARKS[1]}, the rest by the model itself\n")
     for run in runs:
         acceptance = run.drafted.acceptance
@@ -27,7 +27,7 @@ def texts(console: Console, runs: Sequence[Run]) -> None:
 
 
 def marked(take: Take) -> Text:
-    """An answer with marks around its drafted tokens, the spaces at their ends left outside."""
+    """An answer with marks around its drafted tokens, excluding leading and trailing spaces."""
     text = Text()
     for span in joined(take.steps):
         core = span.text.strip()
@@ -63,14 +63,14 @@ def figures(console: Console, recording: Recording) -> None:
     )
     if any(row.ratio < 1 for row in recording.figures()):
         console.print(
-            "A ratio below 1x: other work on these cores slows the wider steps of drafting most. "
+            "Some ratios are below 1x: a busy machine slows steps with drafts most. "
             "Run it on an idle machine.",
             style="yellow",
         )
 
 
 def verdict(console: Console, recording: Recording) -> bool:
-    """Say whether all tokens are identical, and where not; returns that."""
+    """Print whether all tokens are identical, and where they differ; returns whether they are."""
     different = [run for run in recording.runs if not run.identical]
     console.print()
     if not different:

@@ -1,7 +1,7 @@
-"""A recording as an animated SVG: both engines side by side, at their true speed, without end.
+"""A recording as an animated SVG: both engines side by side, in real time, looping.
 
-CSS animates it, so that it plays as a picture of a README, where nothing may run. Drawn without
-animation it is the end of the first scene.
+It is animated by CSS, so that it plays as an image in a README, where scripts do not run. Without
+animation, it shows the end of the first scene.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MARGIN, _INSIDE = 16, 12
 _PANEL = round(COLUMNS * _CHAR + 2 * _INSIDE)
 _WIDTH = 3 * _MARGIN + 2 * _PANEL
 _TOP = 84  # of the panels
-_LEAD, _HOLD = 0.8, 3.0  # seconds of a scene before and after the engines work
-_TICK = 0.1  # seconds between values of the clocks
+_LEAD, _HOLD = 0.8, 3.0  # seconds before and after generation in each scene
+_TICK = 0.1  # seconds between clock updates
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _STYLE = """
 text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;fill:#c9d1d9}
@@ -36,7 +36,7 @@ text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",mon
 
 @dataclass(frozen=True)
 class Word:
-    """Characters of one line that appear at once; line and column count from 0."""
+    """Characters of one line that appear together; line and column count from 0."""
 
     line: int
     column: int
@@ -45,7 +45,7 @@ class Word:
 
 
 def wrap(text: str, columns: int) -> list[tuple[int, int]]:
-    """Where the lines of a text begin and end, broken at spaces where there are any."""
+    """Start and end of each line of a text, broken at spaces if possible."""
     lines, start = [], 0
     for paragraph in text.split("\n"):
         end = start + len(paragraph)
@@ -61,7 +61,7 @@ def wrap(text: str, columns: int) -> list[tuple[int, int]]:
 
 
 def layout(take: Take, columns: int) -> list[list[Word]]:
-    """The words of each step, where they stand once all steps are there."""
+    """The words of each step, at their final places."""
     spans = [[(_clean(span.text), span.drafted) for span in step.spans] for step in take.steps]
     text = "".join(part for step in spans for part, _ in step)
     lines = wrap(text, columns)
@@ -90,14 +90,14 @@ def _clean(text: str) -> str:
 
 
 def draw(recording: Recording, runs: Sequence[Run]) -> str:
-    """The picture; ``runs`` are its scenes, at least one.
+    """The SVG; ``runs`` are its scenes, at least one.
 
     Raises:
-        ValueError: there is no run.
+        ValueError: ``runs`` is empty.
 
     """
     if not runs:
-        raise ValueError("there is nothing to draw; give --replays a number above 0.")
+        raise ValueError("there is nothing to draw; set --replays to a number above 0.")
     lengths = [_LEAD + run.seconds + _HOLD for run in runs]
     cycle = sum(lengths)
     lines = 1 + max(
@@ -120,7 +120,7 @@ def draw(recording: Recording, runs: Sequence[Run]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         f'width="{_WIDTH}" height="{height}" role="img" xml:space="preserve">\n'
-        f"<title>Plain vLLM and vLLM with drafts, side by side at their true speed</title>\n"
+        f"<title>Plain vLLM and vLLM with drafts, side by side in real time</title>\n"
         f"<desc>Tokens per second, {escape(table)}</desc>\n<style>{style}</style>\n"
         f'<rect width="{_WIDTH}" height="{height}" rx="10" fill="#0d1117"/>\n'
         + "".join(f'<circle cx="{20 + 18 * i}" cy="18" r="5" fill="#30363d"/>' for i in range(3))
@@ -130,7 +130,7 @@ def draw(recording: Recording, runs: Sequence[Run]) -> str:
 
 
 class _Drawing:
-    """Elements and their animation rules, as they come."""
+    """Elements and their animation rules, in order."""
 
     def __init__(self, cycle: float, bottom: float):
         self.cycle, self.bottom = cycle, bottom
@@ -174,7 +174,7 @@ class _Drawing:
         self._clock(x, take, began)
 
     def _clock(self, x: float, take: Take, began: float) -> None:
-        """A strip with a line for each tick, of which a window shows one."""
+        """A strip with one line per tick, seen through a window of one line."""
         ticks = math.ceil(take.seconds / _TICK)
         far = ticks * _LINE
         name = f"c{len(self.rules)}"
@@ -193,7 +193,7 @@ class _Drawing:
         self.body.append("</g></svg>\n")
 
     def _appear(self, opacities: dict[float, int]) -> str:
-        """The attribute that animates an element: its opacity from each second on."""
+        """The attribute that animates an element: its opacity from given seconds on."""
         steps = "".join(f"{self._percent(t)}{{opacity:{o}}}" for t, o in opacities.items())
         name = f"k{len(self.rules)}"
         self.rules.append(f"@keyframes {name}{{{steps}}}\n")

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Train the demo's drafters again: make drafters
+# Train the demo's drafters: make drafters
 #
-# SmolLM2 writes conversations with itself, both sides; Medusa heads, Hydra heads and an EAGLE-3
-# drafter are trained on its answers. Stopped at any point, the same command resumes.
+# SmolLM2 generates both sides of conversations; Medusa heads, Hydra heads and an EAGLE-3
+# drafter are trained on its answers. If interrupted, the same command resumes.
 #
-#   CONVERSATIONS=7500 make drafters      more texts, about 600 tokens of answers each
-#   KINDS="hydra medusa" make drafters    only these (hydra, medusa, eagle3)
-#   WORK=DIR make drafters                where texts and drafters are kept (build/drafters)
+#   CONVERSATIONS=7500 make drafters      more texts, with about 600 answer tokens each
+#   KINDS="hydra medusa" make drafters    only these drafters (hydra, medusa, eagle3)
+#   WORK=DIR make drafters                folder for texts and drafters (default: build/drafters)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

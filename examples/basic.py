@@ -18,17 +18,17 @@ PROMPTS = [
 
 
 def main() -> None:
-    """Print what the model continues the prompts with."""
+    """Generate and print continuations of the prompts."""
     llm = LLM(
         model=TARGET,
         dtype="float32",
-        gpu_memory_utilization=0.5,  # vLLM's default, 0.92, is rarely free on CPUs
+        gpu_memory_utilization=0.5,  # CPUs rarely have vLLM's default, 0.92, free
         speculative_config={
             "method": "medusa",
             "model": HEADS,
-            # Every step has the draft nodes that pay here. A number is that many for each request.
+            # By default the number of draft nodes adapts to each step. A number fixes it.
             "budget": "auto",
-            # "lossless" (the default: exactly plain vLLM's tokens) or "typical".
+            # "lossless" (default: the same tokens as plain vLLM) or "typical".
             "acceptance": "lossless",
         },
     )

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tree that suits heads: measure them on text the target wrote for prompts they were not trained
-# on, then build the tree, print what it will bring and draw it. The heads' config gets the tree.
+# Find the best tree for heads: measure them on texts that the target generated for held-out prompts,
+# then build and draw the tree with its estimates. It is written into the heads' config.
 #
 #     examples/calibrate_and_tree.sh                       # a copy of the test model's heads
 #     examples/calibrate_and_tree.sh TARGET HEADS PROMPTS.jsonl FOLDER
@@ -16,6 +16,6 @@ $medusa distill "$target" --prompts "$prompts" --output "$out/records.jsonl" \
 $medusa calibrate "$target" "$out/heads" --data "$out/records.jsonl"
 $medusa tree "$out/heads" --num-draft-tokens 16 --draw "$out/tree.png"
 
-# Beside plain vLLM, by the size of the tree. (Here on the calibration's prompts; use others.)
+# Compare with plain vLLM for several tree sizes. (These prompts were calibrated on; use others.)
 $medusa compare "$target" "$out/heads" --prompts "$out/records.jsonl" --temperature 0.8 \
     --budgets 4 8 16 --limit 4

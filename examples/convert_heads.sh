@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Heads between formats: what a checkpoint is, in the layout of another server, and back, bit for
+# Convert heads between formats: detect a checkpoint's format, convert it, and convert it back, bit for
 # bit. Formats: native, vllm, v1 and v2 (the reference implementation's), tgi, tensorrt-llm.
 #
 #     examples/convert_heads.sh                            # the test model's heads

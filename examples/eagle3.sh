@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# An EAGLE-3 drafter: distill, train, look at it. vLLM's own `eagle3` loads the folder as well.
+# An EAGLE-3 drafter: distill, train, inspect. vLLM's own `eagle3` also loads the folder.
 #
 #     examples/eagle3.sh                                   # the test target, minutes on two cores
 #     examples/eagle3.sh TARGET PROMPTS.jsonl FOLDER
 #
-# Each command goes on where it was if it is stopped; repeat the script. Used:
+# If interrupted, run the script again: each command resumes. To serve:
 # speculative_config={"method": "eagle3", "model": "FOLDER/drafter", "tree": "dynamic"}
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Hydra heads, which see the tokens before their own: distill, train, measure, choose a tree.
+# Hydra heads, conditioned on the preceding draft tokens: distill, train, measure, choose a tree.
 #
 #     examples/hydra.sh                                    # the test target, minutes on two cores
 #     examples/hydra.sh TARGET PROMPTS.jsonl FOLDER
 #
-# Each command goes on where it was if it is stopped; repeat the script. Served they need no tree:
+# If interrupted, run the script again: each command resumes. Serving needs no tree:
 # vllm-medusa serve TARGET --speculative-model FOLDER/heads
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,6 +1,6 @@
 """Stream from a served model with the official `openai` client.
 
-Start a server, for instance with the test model (`make serve-example`), then:
+Start a server, for example with the test model (`make serve-example`), then:
 
     python examples/openai_client.py
 """
@@ -13,7 +13,7 @@ from openai import OpenAI
 
 
 def main() -> None:
-    """Stream one completion and one chat answer."""
+    """Stream a completion and a chat answer."""
     parser = argparse.ArgumentParser(description="Stream from an OpenAI-compatible server.")
     parser.add_argument("--base-url", default="http://localhost:8000/v1")
     parser.add_argument("--prompt", default="<s>def fibonacci(n):\n")

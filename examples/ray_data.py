@@ -1,14 +1,14 @@
-"""An offline job over a Ray cluster, by Ray Data's own vLLM processor; each replica has the heads.
+"""An offline job on a Ray cluster with Ray Data's vLLM processor; each replica loads the heads.
 
     pip install 'vllm-medusa[cpu,ray]'
     python examples/ray_data.py TARGET HEADS --prompts prompts.jsonl --output results --replicas 2
 
-Without `--address` a cluster of this machine is started. `--cpus N` is for machines without GPUs:
-cores that Ray sets aside for each replica. Results are JSON lines in the folder, in any order; `id`
-says whose they are. A replica that dies is started again, and its prompts are answered again. A job
-that was stopped goes on by the same command: what the folder has answers to is left out. Acceptance
-is not among the results, since Ray's processor does not pass it on from vLLM. With `--records` the
-lines are such as `vllm-medusa distill` writes, for `train` (in one file: `cat results/*.json`).
+Without `--address`, a local cluster is started. `--cpus N` is for machines without GPUs:
+the cores that Ray reserves for each replica. Results are JSON lines in the folder, in any order,
+identified by `id`. A replica that dies is restarted, and its prompts are run again. If the job
+is interrupted, the same command resumes: prompts that have a result are skipped. Results do not
+include acceptance, because Ray's processor does not return it. With `--records` the
+lines are training records as written by `vllm-medusa distill` (for `train`: `cat results/*.json`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any
 
 
 def answered(folder: Path) -> set[object]:
-    """The `id` of every whole line in the folder; a killed job may leave one that is not."""
+    """The `id` of every complete line in the folder; a killed job may leave an incomplete one."""
     found = set()
     for file in folder.glob("*.json"):
         for line in file.read_text(encoding="utf-8").splitlines():
             try:
                 found.add(json.loads(line)["id"])
             except ValueError:
-                print(f"{file}: a line that is not whole is left out: {line[:40]}", file=sys.stderr)
+                print(f"{file}: an incomplete line is skipped: {line[:40]}", file=sys.stderr)
     return found
 
 
 def result(row: dict[str, Any], *, records: bool) -> dict[str, Any]:
-    """A line of the output; a record is the prompt and behind it what the target wrote."""
+    """An output line; a record has the prompt's tokens followed by the generated ones."""
     answer = list(row["generated_tokens"])
     if not records:
         return {"id": row["id"], "text": row["generated_text"], "token_ids": answer}
@@ -45,8 +45,8 @@ def result(row: dict[str, Any], *, records: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer every prompt."""
-    parser = argparse.ArgumentParser(description="Generate over a Ray cluster.")
+    """Generate for all prompts."""
+    parser = argparse.ArgumentParser(description="Generate on a Ray cluster.")
     parser.add_argument("target")
     parser.add_argument("heads")
     parser.add_argument(
@@ -56,23 +56,21 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1, help="at most")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument(
-        "--batch", type=int, default=16, help="prompts whose answers are written together"
-    )
-    parser.add_argument("--address", help="of a cluster; absent: this machine")
-    parser.add_argument("--cpus", type=int, help="of each replica, without GPUs")
+    parser.add_argument("--batch", type=int, default=16, help="prompts per block of results")
+    parser.add_argument("--address", help="address of a cluster (default: this machine)")
+    parser.add_argument("--cpus", type=int, help="cores per replica, without GPUs")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument(
         "--records",
         action="store_true",
-        help="write what `vllm-medusa train` reads, prompts included, as `distill` does",
+        help="write training records as `vllm-medusa distill` does, prompts included",
     )
     args = parser.parse_args()
 
     import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
-    # CPU workers are bound to cores by vLLM, all replicas of a machine to the same ones
+    # vLLM binds CPU workers to cores: all replicas of a machine to the same ones
     bound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(args.cpus)}
     kept = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     ray.init(args.address, runtime_env={"env_vars": {**kept, **(bound if args.cpus else {})}})

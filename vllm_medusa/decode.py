@@ -3,7 +3,7 @@
     propose -> score -> accept -> compact -> repeat
 
 This is the oracle that every fast path must equal. Greedy decoding gives the tokens of plain greedy
-decoding; lossless sampling those of plain sampling from an equal generator.
+decoding; lossless sampling gives those of plain sampling with an equal generator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNLIMITED = 1 << 62
 class DecodeResult:
     """Generated tokens, and accepted drafts per verification step, counted as in vLLM.
 
-    Steps without drafts are not counted; all accepted drafts are, even beyond a cut output.
+    Steps without drafts are not counted; accepted drafts beyond a truncated output are.
     """
 
     token_ids: list[int]
@@ -40,7 +40,7 @@ class DecodeResult:
 @torch.inference_mode()
 def decode(
     model: Any,  # causal LM of transformers, attention layers only, "sdpa" or "eager"
-    heads: MedusaHeads,  # Hydra's too, the model's embedding bound
+    heads: MedusaHeads,  # Medusa or Hydra, with the model's embedding bound
     tree: TokenTree | DynamicTree,
     input_ids: Tensor,  # int64 [prompt length]
     max_new_tokens: int,
@@ -91,19 +91,19 @@ def decode(
 
     cache = DynamicCache()
     out = model(input_ids[None], past_key_values=cache, output_hidden_states=True, logits_to_keep=1)
-    hidden = out.hidden_states[-1][:, -1]  # [1, H], what the LM head sees
+    hidden = out.hidden_states[-1][:, -1]  # [1, H], input of the LM head
     root = pick(out.logits[:, -1])  # int64 [1]
     tokens, accepted_per_step = root.tolist(), []
     while len(tokens) < limit and ends.isdisjoint(tokens):
         base = cache.get_seq_length()  # the root's position
-        # Propose: head h guesses the nodes of depth h + 1 from the state that gave the root.
+        # Propose: head h fills the nodes of depth h + 1 from the state that gave the root.
         useful = limit - len(tokens) - 1  # the step's last token needs no node
         lm_head = model.get_output_embeddings()
         drafts = propose_tree(heads, hidden, root, tree, lm_head, useful)
         n = min(int(drafts.num_nodes), max_model_len - base - 1)
         batch = drafts.prefix(n).topology(tree.max_depth)
         token_ids = torch.cat([root[None], drafts.token_ids[:, 1:n]], 1)  # int64 [1, n]
-        # Score: all nodes in one pass, each sees the context and its ancestors.
+        # Score: all nodes in one pass; each attends to the context and its ancestors.
         out = model(
             token_ids,
             attention_mask=_tree_mask(model, batch, base),
@@ -131,7 +131,7 @@ def decode(
 
 
 def _tree_mask(model: Any, tree: TreeBatch, base: int) -> Tensor | dict[str, Tensor]:
-    """Additive mask [1, 1, n, base + n], or one for each kind of layer; a window counts depths."""
+    """Additive mask [1, 1, n, base + n], or one per kind of layer; a window counts depths."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := kinds - {"full_attention", "sliding_attention"}:

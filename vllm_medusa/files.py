@@ -41,22 +41,24 @@ class Run:
         restart: bool = False,  # discard a run with other settings
         overwrite: bool = False,  # discard any earlier run
         clear: Path | None = None,  # a file that is emptied before new settings are written
-        remedy: str = "Name another output, or pass --overwrite to throw it away.",
+        remedy: str = "Choose another output, or pass --overwrite to discard it.",
         **notes: Any,  # stored with the settings, not compared
     ) -> None:
-        """Make or resume the folder, whose parent exists.
+        """Create or resume the folder, whose parent exists.
 
-        Raises FileRefused: it was started with other settings, is in use, or can't be made.
+        Raises FileRefused: it was started with other settings, is in use, or can't be created.
         """
         self.folder, settings = folder, json.loads(json.dumps(settings))
         try:
             folder.mkdir(exist_ok=True)
             self._lock = take_lock(
                 folder / "lock",
-                f"{of}: another process is writing it. Wait for that one to end, or name another.",
+                f"{of}: another process is writing it. Wait for it to end, or choose another.",
             )
         except OSError as error:
-            raise FileRefused(f"{folder} can't be made: {error.strerror}. Name another.") from None
+            raise FileRefused(
+                f"{folder} can't be created: {error.strerror}. Use another."
+            ) from None
         begun = folder / "run.json"
         before: Any = None
         try:
@@ -71,7 +73,9 @@ class Run:
                 known = ("lock", begun.name, aside(begun).name)
                 others = [path for path in folder.iterdir() if path.name not in known]
                 if others and not begun.exists():
-                    raise FileRefused(f"{folder} holds {others[0].name}, not ours. Name another.")
+                    raise FileRefused(
+                        f"{folder} holds {others[0].name}, not a run. Choose another."
+                    )
                 for path in others:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                 if clear is not None and clear.exists():
@@ -157,10 +161,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill, renamed to ``path`` if the block succeeds and removed otherwise.
 
-    Raises FileRefused: without ``overwrite``, something is at ``path``, even if only since the
-    start; or no folder can be made there.
+    Raises FileRefused: ``path`` exists without ``overwrite``, even if created since the start;
+    or the folder can't be created.
     """
-    path = path.resolve()  # "." has no name, and a link to a folder can't be replaced by one
+    path = path.resolve()  # "." has no name, and a folder can't replace a link
     part, old = aside(path), aside(path, "old")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +172,7 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         part.mkdir()
     except OSError as error:
         raise FileRefused(
-            f"{path} can't be made ({error.strerror}): give an output in a folder that can be "
+            f"{path} can't be created ({error.strerror}): choose an output in a folder that is "
             "written to"
         ) from error
     try:
@@ -176,7 +180,7 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         for entry in [*part.rglob("*"), part]:
             sync(entry)
         if path.exists() and not overwrite:
-            raise FileRefused(f"{path} was made meanwhile: give another output")
+            raise FileRefused(f"{path} was created meanwhile: choose another output")
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -208,12 +212,12 @@ def try_lock(file: int | IO[Any], *, shared: bool = False) -> bool:
 
 
 def take_lock(path: Path, busy: str) -> IO[bytes]:
-    """Open and lock a file, which is made if needed; closing it releases the lock.
+    """Open and lock a file, creating it if needed; closing it releases the lock.
 
     Raises FileRefused: another process holds it; ``busy`` is the message, with the remedy.
     """
     file = path.open("ab")
-    with suppress(FileNotFoundError):  # removed by the process that held it
+    with suppress(FileNotFoundError):  # removed by the process that held the lock
         if try_lock(file) and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
     file.close()
@@ -234,7 +238,7 @@ def digest_json(document: Any) -> str:
 def ends_of(path: Path) -> bytes:
     """Name, size and both ends of a file: identifies checkpoints without reading gigabytes.
 
-    A safetensors file begins with its header and ends with weights, one of pickles ends with the
+    A safetensors file starts with its header and ends with weights; a pickle ends with the
     checksums of all its tensors.
     """
     size = path.stat().st_size
@@ -245,7 +249,7 @@ def ends_of(path: Path) -> bytes:
 
 
 def free_bytes(path: Path) -> int:
-    """Free bytes of the disk of a path that exists or will be made."""
+    """Free bytes on the disk of a path that exists or will be created."""
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     return shutil.disk_usage(existing).free
 
@@ -253,22 +257,22 @@ def free_bytes(path: Path) -> int:
 def require_parent(path: Path) -> None:
     """Refuse an output whose folder does not exist or is not writable.
 
-    Raises FileRefused: naming that folder.
+    Raises FileRefused: with the name of that folder.
     """
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise FileRefused(f"{path}: no folder {path.parent}. Make it, or name another output.")
+        raise FileRefused(f"{path}: no folder {path.parent}. Create it, or choose another output.")
     if not os.access(folder, os.W_OK):
-        raise FileRefused(f"{path}: {path.parent} can't be written to. Name another output.")
+        raise FileRefused(f"{path}: {path.parent} is not writable. Choose another output.")
 
 
 def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bool]) -> None:
-    """Refuse an output in no folder, or one that is neither empty nor a JSON object of ``ours``.
+    """Refuse an output without a folder, or with contents other than a JSON object of ``ours``.
 
-    ``what`` is written there, in words.
+    ``what`` describes what is written there.
 
     Raises:
-        FileRefused: something else is there, or no folder.
+        FileRefused: the output has other contents, or its folder does not exist.
 
     """
     require_parent(path)
@@ -280,7 +284,7 @@ def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bo
                 return
     raise FileRefused(
         f"{path} exists and holds no {what} written by this command, so it is not replaced: "
-        "name another file, or remove it yourself."
+        "choose another file, or remove it yourself."
     )
 
 
@@ -296,7 +300,7 @@ def refuse_strangers(folder: Path, ours: Sequence[str]) -> None:
             others.append(entry.name)
     if others:
         raise FileRefused(
-            f"{folder} also holds {', '.join(others[:4])}, which --overwrite would delete. Name "
+            f"{folder} also holds {', '.join(others[:4])}, which --overwrite would delete. Choose "
             "another output, or move them away."
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class JobFailed(RuntimeError):
-    """A job failed for reasons other than its input; started again, it resumes.
+    """A job failed for reasons other than its input; running it again resumes.
 
     Attributes:
         status: the exit status of a command that ran it.
@@ -32,10 +32,10 @@ class Progress:
         """Report the progress of a part of the job.
 
         Args:
-            what: the part, such as "hidden states"; another one starts a new count.
+            what: the part, such as "hidden states"; a new part starts a new count.
             done: completed units; the part ends at ``total``.
             total: number of units, if known.
-            text: more, such as "812 tok/s, tau 1.91".
+            text: details, such as "812 tok/s, tau 1.91".
 
         """
 
@@ -51,5 +51,5 @@ def duration(seconds: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Such as "1 prompt" or "3 prompts"."""
+    """Format a count, such as "1 prompt" or "3 prompts"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

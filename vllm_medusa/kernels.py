@@ -14,7 +14,7 @@ CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes of
 
 @functools.cache
 def cpu_library() -> Any:
-    """The C++ kernels, compiled for this machine (about six seconds) and kept in torch's cache.
+    """The C++ kernels, compiled for this machine (about six seconds) and cached by torch.
 
     Uses torch's compiler driver, as `torch.compile` does.
 
@@ -31,8 +31,8 @@ def cpu_library() -> Any:
         return CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
     except InvalidCxxCompiler as error:
         raise RuntimeError(
-            "trees on CPUs are drafted and verified by kernels in C++, which need a C++ compiler "
-            "as torch.compile does: install g++ (Debian: apt install g++), or set CXX to one"
+            "trees on CPUs are drafted and verified by C++ kernels, which need a C++ compiler "
+            "as torch.compile does: install g++ (Debian: apt install g++), or set CXX"
         ) from error
 
 
@@ -49,14 +49,14 @@ def uses_kernel(device_type: str) -> bool:
         return installed and interpreted()
     if not installed:
         raise ImportError(
-            f"Medusa on {device_type} runs on Triton, which isn't installed. Install it with "
+            f"Medusa on {device_type} requires Triton, which isn't installed. Install it with "
             "`pip install triton`."
         )
     return True
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels as Python; TRITON_INTERPRET decides when it is imported."""
+    """Whether Triton interprets kernels in Python; decided by TRITON_INTERPRET at import."""
     import triton
     import triton.language as tl
 

@@ -1,12 +1,12 @@
 """Options of jobs: a dataclass field defines an option's name, default, bounds and help text.
 
     class Texts(Options):
-        samples: Positive = option("of each prompt", default=1)
+        samples: Positive = option("texts per prompt", default=1)
 
     Texts(samples=0)   ValueError: samples is 0; use a whole number from 1
 
-A command line is made of the same fields (`vllm_medusa.cli.flags`). Options that several commands
-share are a base class with a ``title``, under which the help lists them.
+Command lines are built from the same fields (`vllm_medusa.cli.flags`). Options shared by several
+commands are a base class with a ``title``, under which the help lists them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import (
 
 @dataclass(frozen=True)
 class Number:
-    """Finite numbers from ``low`` to ``high``; ``above`` and ``below`` exclude the end itself."""
+    """Finite numbers from ``low`` to ``high``; ``above`` and ``below`` exclude the bound itself."""
 
     kind: type[int] | type[float]
     low: float = -math.inf
@@ -62,21 +62,21 @@ class Number:
 
 @dataclass(frozen=True)
 class Place:
-    """A folder, a file or a model of the hub; what is clearly a path has to exist."""
+    """A folder, a file or a hub model; unambiguous paths must exist."""
 
     def allows(self, value: Any) -> bool:
-        """Whether a value can name anything."""
+        """Whether a value can be a name."""
         text = str(value).strip()
         return bool(text) and (text[0] not in "/.~" or Path(text).expanduser().exists())
 
     def __str__(self) -> str:
-        return "the name of a folder or a file that is there, or of a model of the hub"
+        return "the name of an existing folder or file, or of a hub model"
 
 
 Source = Annotated[str, Place()]
 Positive = Annotated[int, Number(int, 1)]
 FromZero = Annotated[int, Number(int, 0)]
-Seed = Annotated[int, Number(int, 0, (1 << 32) - 1)]  # vLLM takes -1 for none
+Seed = Annotated[int, Number(int, 0, (1 << 32) - 1)]  # in vLLM, -1 means no seed
 Above = Annotated[float, Number(float, 0, above=True)]
 AtLeastZero = Annotated[float, Number(float, 0)]
 Share = Annotated[float, Number(float, 0, 1, above=True)]  # (0, 1]
@@ -86,9 +86,9 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 def option(help: str = "", *names: str, default: Any = MISSING, **more: Any) -> Any:
     """A field of `Options`; without a default it is required.
 
-    ``help`` is followed by the default, or by ``shown`` in its place. ``names`` are further names
+    ``help`` is followed by the default, or by ``shown`` instead. ``names`` are further names
     on the command line, such as "-o"; one with "--" replaces the field's own. ``metavar`` is the
-    value in the help, ``positional`` an argument without a name.
+    value's name in the help, ``positional`` an argument without a name.
     """
     metadata = {"flag": {"help": help, "names": names, **more}}
     if isinstance(default, list | dict):
@@ -97,9 +97,9 @@ def option(help: str = "", *names: str, default: Any = MISSING, **more: Any) -> 
 
 
 def group(title: str = "", *, factory: Any = MISSING) -> Any:
-    """A field that holds options of their own, under a title in the help.
+    """A field that holds nested options, under a title in the help.
 
-    ``factory`` is their class, if all in it have defaults.
+    ``factory`` is their class, if all of them have defaults.
     """
     return field(default_factory=factory, metadata={"group": title})
 
@@ -108,7 +108,7 @@ def group(title: str = "", *, factory: Any = MISSING) -> Any:
 class Options:
     """Base of all options: a frozen, keyword-only dataclass with validated values."""
 
-    title: ClassVar[str] = ""  # in the help, above the options that a class defines itself
+    title: ClassVar[str] = ""  # title in the help of the options that a class defines
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -123,9 +123,9 @@ class Options:
         self.check()
 
     def check(self) -> None:
-        """Refuse conflicting options; for subclasses.
+        """Refuse conflicting options; override in subclasses.
 
-        Raises ValueError: naming them, what is allowed and the remedy.
+        Raises ValueError: with the options, the allowed values and the remedy.
         """
 
 
@@ -139,7 +139,7 @@ class Described:
     name: str
     flag: str  # its name on the command line, such as "--max-tokens"
     title: str  # of its class
-    kind: Any  # its type, without None, bounds and a tuple around it
+    kind: Any  # its type, without None, bounds and an outer tuple
     bounds: Number | Place | None
     choices: tuple[Any, ...]  # of a `Literal`
     many: bool  # a tuple of such values
@@ -160,7 +160,7 @@ class Described:
 
 
 def described(options: type[Options]) -> Iterator[Described]:
-    """All options of a class but those in its groups."""
+    """All options of a class except those in its groups."""
     hints = get_type_hints(options, include_extras=True)
     for each in fields(options):  # type: ignore[arg-type]
         if "flag" not in each.metadata:
@@ -199,7 +199,7 @@ def described(options: type[Options]) -> Iterator[Described]:
 
 
 def groups(options: type[Options]) -> Iterator[tuple[str, str, type[Options]]]:
-    """(name, title, class) of the options that are fields of a class."""
+    """(name, title, class) of a class's fields that are options."""
     hints = get_type_hints(options)
     for each in fields(options):  # type: ignore[arg-type]
         if is_dataclass(hints[each.name]) and "group" in each.metadata:
@@ -215,7 +215,7 @@ def values_of(options: Options) -> dict[str, Any]:
 
 
 def taken(kind: type[T], options: Options, **own: Any) -> T:
-    """Options of a class, with the values of the same names in others, except ``own``."""
+    """Options of a class, with the same-named values of others, except ``own``."""
     known = {each.name for each in described(kind)}
     return kind(**{n: v for n, v in values_of(options).items() if n in known} | own)
 

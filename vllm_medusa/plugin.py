@@ -1,4 +1,4 @@
-"""The entry point vLLM calls in every process (group ``vllm.general_plugins``).
+"""The entry point that vLLM calls in every process (group ``vllm.general_plugins``).
 
 Its overhead without Medusa is negligible: neither torch nor any vLLM module is imported here, and
 the hooks on vLLM's argument classes do nothing without ``method="medusa"``. vLLM only logs errors
@@ -31,7 +31,7 @@ def register() -> None:
     module = sys.modules.get(_ARG_UTILS)
     if module is not None and hasattr(module, "EngineArgs"):
         _install(module)
-    else:  # worker processes never import it: no overhead
+    else:  # workers never import it: no overhead
         sys.meta_path.insert(0, _InstallOnImport())
 
 

@@ -80,8 +80,8 @@ def test_from_prompts_to_measured_heads(tmp_path: Path) -> None:
     heads = tmp_path / "heads"
     assert not heads.exists()
     said = finish(start(tmp_path))
-    assert "distill: done before" in said
-    assert "All tokens of 4 requests are plain vLLM's" in " ".join(said.split())
+    assert "distill: already done" in said
+    assert "All tokens of 4 requests equal plain vLLM's" in " ".join(said.split())
 
     loaded, info = load_heads(heads, hidden_size=256, vocab_size=4096)
     assert loaded.num_heads == 2

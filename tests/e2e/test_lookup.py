@@ -133,7 +133,7 @@ def test_copies_join_what_heads_draft(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tree": [[0]]}, ["static", "leave one of them out"]),
+        ({"tree": [[0]]}, ["static", "omit one of them"]),
         ({"revision": "main"}, ['"model"', "no heads"]),
         ({"lookup": 3}, ["lookup is 3", "true or false"]),
     ],

@@ -159,10 +159,10 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
         ["'vllm.v1.worker.cpu_worker.CPUWorker'", "derive"],
     ),
-    "no_worker": ({"worker_cls": "no.such.Worker"}, ["'no.such.Worker'", "Leave worker_cls out"]),
+    "no_worker": ({"worker_cls": "no.such.Worker"}, ["'no.such.Worker'", "Omit worker_cls"]),
 }
 if not ON_V2:
-    COMBINATIONS["async"] = ({"async_scheduling": True}, ["Switch it off", "MODEL_RUNNER=1"])
+    COMBINATIONS["async"] = ({"async_scheduling": True}, ["Disable it", "MODEL_RUNNER=1"])
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
@@ -177,13 +177,13 @@ def test_a_scheduler_without_a_budget(chaotic_llama: str, random_heads: str) -> 
     theirs = "vllm.v1.core.sched.scheduler.Scheduler"
     config = {"method": "medusa", "model": random_heads}
     message = refusal(chaotic_llama, config, scheduler_cls=theirs)
-    for word in (theirs, "no budget for dynamic trees", "Leave scheduler_cls out", 'static "tree"'):
+    for word in (theirs, "no budget for dynamic trees", "Omit scheduler_cls", 'static "tree"'):
         assert word in message, message
 
 
 def test_revision_of_local_heads(chaotic_llama: str, random_heads: str) -> None:
     message = refusal(chaotic_llama, medusa(random_heads, TREE, revision="main"))
-    assert "'main'" in message and random_heads in message and "Leave it out" in message
+    assert "'main'" in message and random_heads in message and "Omit it" in message
 
 
 def test_every_reason_is_named(chaotic_llama: str, random_heads: str) -> None:
@@ -235,7 +235,7 @@ def test_a_layer_with_a_backend_of_its_own_starts_nothing(
 
     monkeypatch.setattr(llama, "Attention", chosen)
     message = refusal(chaotic_llama, medusa(random_heads, TREE))
-    for word in ("model.layers.1.self_attn.attn", "CPUAttentionBackend", "Leave method='medusa'"):
+    for word in ("model.layers.1.self_attn.attn", "CPUAttentionBackend", "Omit method='medusa'"):
         assert word in message
 
 

@@ -335,7 +335,7 @@ def test_a_client_that_never_reads(server: Server, offline: dict[str, list[Answe
     ("asked", "words"),
     [
         ({"budget": "x"}, "budget is 'x'; give \"auto\""),
-        ({"tree": "x"}, "No preset is named 'x'"),
+        ({"tree": "x"}, "no preset or file 'x'"),
         ({"method": "ngram"}, "--speculative-config['method'] is 'ngram'"),
     ],
 )

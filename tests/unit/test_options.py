@@ -52,7 +52,7 @@ class Job(Texts):
 
     def check(self) -> None:
         if self.kind == "tokens" and self.rate:
-            raise ValueError("--rate is of --kind soft; leave one of them out.")
+            raise ValueError("--rate is for --kind soft; omit one of them.")
 
 
 def parse(*words: str) -> Job:
@@ -105,8 +105,8 @@ def test_a_command_line_leaves_defaults_out():
         ("--engine-args [1]", "use a JSON object such as"),
         ("--engine-args {", "not JSON:"),
         ("--output=", "the name is empty"),
-        ("--draft=", "'' is not allowed; use the name of a folder or a file that is there"),
-        ("--draft /nowhere", "'/nowhere' is not allowed; use the name of a folder or a file"),
+        ("--draft=", "'' is not allowed; use the name of an existing folder or file"),
+        ("--draft /nowhere", "'/nowhere' is not allowed; use the name of an existing folder"),
         ("--kind hard", "invalid choice: 'hard' (choose from 'soft', 'tokens')"),
     ],
 )
@@ -126,10 +126,10 @@ def test_the_parser_names_value_bounds_and_option(words, message, capsys):
     [
         ({"seed": -1}, "seed is -1; use a whole number from 0 to 4294967295"),
         ({"seed": True}, "seed is True; use a whole number"),
-        ({"draft": " "}, "draft is ' '; use the name of a folder"),
+        ({"draft": " "}, "draft is ' '; use the name of an existing folder"),
         ({"share": 0}, "share is 0; use a number above 0 to 1"),
         ({"kind": "hard"}, "kind is 'hard'; use one of soft, tokens"),
-        ({"kind": "tokens", "rate": 1.0}, "--rate is of --kind soft"),
+        ({"kind": "tokens", "rate": 1.0}, "--rate is for --kind soft"),
     ],
 )
 def test_python_callers_are_refused_alike(values, message):

@@ -29,7 +29,7 @@ _DECIDED = (
     *("kind", "method", "seed", "dtype", "heldout_share", "num_heads", "num_layers", "epochs"),
     *("learning_rate", "data", "heldout", "output", "overwrite"),
 )
-_MIN_VOCABULARY = 16  # tokens; the guesses of a head are about as many
+_MIN_VOCABULARY = 16  # tokens; about the number of choices per head
 
 
 class AdaptOptions(EngineOptions, PromptFile):
@@ -40,13 +40,13 @@ class AdaptOptions(EngineOptions, PromptFile):
     work: Path | None = option("folder for records, logs...", default=None, shown="OUTPUT.work")
     seed: Seed = option(default=0)
     batch: Positive | None = option(  # type: ignore[assignment]
-        "prompts at a time", default=None, shown="64, fewer where memory is short"
+        "number of concurrent prompts", default=None, shown="64, fewer if memory is limited"
     )
-    samples: Positive = option("texts of each prompt", default=1)
-    max_tokens: Positive = option("of each answer", default=512)
-    temperature: AtLeastZero = option("also of the final measurement", default=0.7)
+    samples: Positive = option("texts per prompt", default=1)
+    max_tokens: Positive = option("max tokens per answer", default=512)
+    temperature: AtLeastZero = option("sampling, also in the final measurement", default=0.7)
     heldout_share: Annotated[float, Number(float, 0, 0.5, above=True)] = option(
-        "of the prompts; half to calibrate, half to measure",
+        "share of prompts held out: half to calibrate, half to measure",
         default=0.1,
         shown="0.1, at least 8 prompts",
     )
@@ -56,22 +56,22 @@ class AdaptOptions(EngineOptions, PromptFile):
     )
     method: Literal["medusa-1", "medusa-2"] = option("of medusa", default="medusa-1")
     num_heads: Positive = option(
-        "heads; of eagle3 the tokens ahead it is trained for", default=HeadOptions.num_heads
+        "number of heads; for eagle3, of tokens ahead in training", default=HeadOptions.num_heads
     )
-    num_layers: Positive = option("residual layers of each head", default=HeadOptions.num_layers)
+    num_layers: Positive = option("residual layers per head", default=HeadOptions.num_layers)
     epochs: Positive = option("passes over the texts", default=StepOptions.epochs)
-    learning_rate: Above | None = option("the heads' peak", default=None)
+    learning_rate: Above | None = option("peak learning rate of the heads", default=None)
     train_args: str = option(
-        "more of train's options, as in --train-args='--labels tokens'", default="", metavar="TEXT"
+        "further options of train, as in --train-args='--labels tokens'", default="", metavar="TEXT"
     )
     num_draft_tokens: TreeSize | None = option(
-        "the tree's size; absent: fastest", default=None, metavar="N"
+        "size of the heads' own tree (default: the fastest)", default=None, metavar="N"
     )
     budgets: tuple[TreeSize, ...] = option(
         "sizes to measure, besides automatic trees", default=(4, 16), metavar="N"
     )
-    measure_tokens: Positive = option("of an answer, in the final measurement", default=128)
-    measure_prompts: Positive = option("at most", default=32)
+    measure_tokens: Positive = option("max tokens per answer in the final measurement", default=128)
+    measure_prompts: Positive = option("max prompts in the final measurement", default=32)
     measure_seconds: Above = option(
         "approximate time limit: rounds and prompts are reduced to fit", default=300.0, metavar="S"
     )
@@ -92,7 +92,7 @@ class AdaptOptions(EngineOptions, PromptFile):
         if self.drafter == "eagle3" and self.num_draft_tokens is not None:
             raise ValueError(
                 f"--num-draft-tokens {self.num_draft_tokens} is the size of the heads' own tree; "
-                "an EAGLE-3 drafter has none and builds one in each step. Leave it out; --budgets "
+                "an EAGLE-3 drafter has none and builds one in each step. Omit it; --budgets "
                 f"{self.num_draft_tokens} measures trees of that size."
             )
 
@@ -122,11 +122,11 @@ def check_training(options: AdaptOptions, training: TrainOptions) -> None:
     if changed := next((name for name in _DECIDED if given[name] != own[name]), None):
         name = "heads" if changed == "kind" else changed.replace("_", "-")
         raise ValueError(
-            f"--train-args has --{name}, which adapt decides: give it to adapt itself (--heads as "
-            "--drafter), or leave it out."
+            f"--train-args has --{name}, which adapt sets itself: pass it to adapt (--heads as "
+            "--drafter), or omit it."
         )
     if 0 < (size := given["draft_vocab"] or 0) < _MIN_VOCABULARY:
         raise ValueError(
-            f"--train-args has --draft-vocab {size}; a drafter that knows fewer than "
-            f"{_MIN_VOCABULARY} tokens drafts nothing. Give thousands, or 0 for all tokens."
+            f"--train-args has --draft-vocab {size}; a drafter of fewer than "
+            f"{_MIN_VOCABULARY} tokens drafts nothing. Use thousands, or 0 for all tokens."
         )

@@ -49,13 +49,13 @@ def adapt(
     progress: Progress = SILENT,
     command: Sequence[str] = (),
 ) -> Adapted:
-    """Make heads for a target; if killed, the same call resumes.
+    """Train heads for a target; if killed, the same call resumes.
 
-    ``training`` has more of train's options than ``options``; files are adapt's own.
+    ``training`` holds further options of train; its files are set by adapt.
 
     Raises:
-        ValueError, OSError: something has to be changed first; nothing has been begun.
-        StageFailed: a stage broke off.
+        ValueError, OSError: an input has to be changed; nothing was started.
+        StageFailed: a stage failed.
 
     """
     if training is None:
@@ -68,10 +68,10 @@ def adapt(
         return Adapted(output, read_json(output / REPORT), made=False)
     if existing is not None and not options.overwrite:
         raise FileRefused(
-            f"{output} holds heads of another adapt: other options, prompts or weights. Pass "
+            f"{output} holds heads of another adapt run: other options, prompts or weights. Pass "
             "--overwrite to replace them, or name another --output."
         )
-    from vllm_medusa.adapt.report import collect, publish  # needs what was just checked
+    from vllm_medusa.adapt.report import collect, publish  # imports packages that were just checked
 
     with WorkFolder(options.work_folder, count_stages(options), progress) as work:
         run_stages(plan, work)
@@ -81,7 +81,7 @@ def adapt(
 
 
 def count_stages(options: AdaptOptions) -> int:
-    """The number of prompts."""
+    """The number of stages."""
     return 5 if options.drafter == "eagle3" else 7
 
 
@@ -107,7 +107,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
         check_served,
         lambda here: serving,
         weights,
-        command="will vLLM serve the target with such heads",
+        command="check that vLLM can serve the target with such heads",
     )
     written = work.run(
         "distill",
@@ -137,7 +137,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
         },
         {"records": digest(written / RECORDS)},
         [*FILES, COUNTS],
-        "which texts are to train, to calibrate and to measure on",
+        "split the texts: to train, to calibrate and to measure",
     )
     to_train, to_calibrate, to_measure = (split / name for name in FILES)
     trained = work.run(
@@ -215,9 +215,9 @@ def check_served(
 ) -> None:
     """Check vLLM's configuration for a target with untrained heads.
 
-    The plugin refuses there what it can't serve; finding that out after training takes hours.
+    The plugin refuses unsupported settings; finding that out after training would take hours.
 
-    Raises ValueError: it would be refused, with the reason.
+    Raises ValueError: vLLM refuses it, with the reason.
     """
     import torch
     from transformers import AutoConfig
@@ -247,9 +247,9 @@ def check_served(
 def split_texts(
     options: Mapping[str, Any], progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
-    """Write the records to train, to calibrate and to measure on, and counts of them.
+    """Write the records to train, to calibrate and to measure on, and their counts.
 
-    Raises ValueError: too few prompts, or a bad line that is not to be skipped.
+    Raises ValueError: too few prompts, or a bad line without ``skip``.
     """
     data, output = options["data"], options["output"]
     counts, tokens, bad, disjoint = split_records(data, output, options["heldout_share"])
@@ -273,14 +273,14 @@ def train_unharmed(
 def _copy(trained: Path, here: Path) -> None:
     """Copy the heads for calibration, which changes them in place.
 
-    Every attempt starts from the trained files, so nothing is noted in them twice; what the job
-    keeps beside them to resume stays.
+    Every attempt starts from the trained files, so provenance entries are not duplicated; the job's
+    own files for resuming are kept.
     """
     (here / "heads").mkdir(exist_ok=True)
     for name in HEADS:
-        # not aside and renamed: a rename of one link over another does nothing at all
+        # not via a temporary file: renaming one link over another of the same file has no effect
         (here / name).unlink(missing_ok=True)
-        try:  # the same file: all here are replaced as a whole, never written into
+        try:  # a link suffices: files are replaced as a whole, never modified
             os.link(trained / name, here / name)
-        except OSError:  # a file system without links
+        except OSError:  # no links on this file system
             shutil.copyfile(trained / name, here / name)

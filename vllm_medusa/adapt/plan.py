@@ -36,10 +36,10 @@ OURS = (
     *("report.md", REPORT),
 )
 _NEEDED = ("vllm", "transformers", "matplotlib", "peft", "accelerate")
-_RESERVE = 1 << 30  # bytes that stay free
-_RECORD_BYTES = 16  # per token in a file of records: its id in digits, its text
+_RESERVE = 1 << 30  # bytes to leave free
+_RECORD_BYTES = 16  # per token in a records file: its id and its text
 _SHARE = 0.5  # assumed fraction of the speed of large matrix products
-_JOINT_PASSES = 4  # of the target, of a text in medusa-2's joint stage
+_JOINT_PASSES = 4  # passes of the target over a text in medusa-2's joint stage
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Amounts:
 
     @classmethod
     def of(cls, lengths: Sequence[Length], samples: int, max_tokens: int, room: int) -> Amounts:
-        """Of prompts continued ``samples`` times; no text has more than ``room`` positions."""
+        """Amounts for prompts continued ``samples`` times; no text exceeds ``room`` positions."""
         prompts = sum(min(length.whole, room) for length in lengths)
         written = sum(
             max(0, min(length.positions(max_tokens), room) - length.whole) for length in lengths
@@ -62,14 +62,14 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Plan:
-    """A validated adapt: its options and the results of the checks."""
+    """A validated adapt run: its options and the results of the checks."""
 
     options: AdaptOptions
     training: TrainOptions
     target: dict[str, Any]  # its fingerprint
-    different: int  # prompts that differ in more than their names
+    different: int  # distinct prompts, names ignored
     prompts_digest: str
-    engine: EnginePlan  # of the texts
+    engine: EnginePlan  # for generating the texts
 
     @property
     def key(self) -> str:
@@ -81,7 +81,7 @@ class Plan:
 
 
 def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> Plan:
-    """Run all cheap checks, and report the job's requirements.
+    """Run all cheap checks, and report the resources that the job needs.
 
     Raises ValueError: a check failed; the message has the remedy.
     """
@@ -95,8 +95,8 @@ def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> 
     different = len({(p.text, p.turns, json.dumps(p.history)) for p in prompts})
     if different < 2:
         raise ValueError(
-            f"{options.prompts}: {plural(different, 'different prompt')}; at least 2 are needed, "
-            "one to train on and one held out, and a few hundred for heads worth having."
+            f"{options.prompts}: {plural(different, 'distinct prompt')}; at least 2 are needed, "
+            "one to train on and one held out, and a few hundred for useful heads."
         )
     target = _read_target(options.target)
     options, training, why = _with_dtype(options, training)
@@ -125,14 +125,14 @@ def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> 
         f"{amounts.prompt_tokens} tokens), {engine.batch} at a time by vLLM "
         f"({'compiled' if engine.compiled else 'eager'}{memory}): about {about['distill']}\n"
         f"  train    {options.drafter}, {plural(options.epochs, 'epoch')}: about {about['train']}\n"
-        f"  compare  vLLM with it beside plain vLLM: about {about['compare']}"
+        f"  compare  vLLM with it against plain vLLM: about {about['compare']}"
     )
     prompts_digest = digest(options.prompts)
     return Plan(options, training, target, different, prompts_digest, engine)
 
 
 def written_by_adapt(folder: Path) -> str | None:
-    """The key of the adapt whose heads a folder holds, or None."""
+    """The key of the adapt run that made the heads in a folder, or None."""
     try:
         return str(read_json(folder / REPORT)["key"])
     except (OSError, ValueError, KeyError):
@@ -142,7 +142,7 @@ def written_by_adapt(folder: Path) -> str | None:
 def _check_output(options: AdaptOptions) -> None:
     """Refuse an output that can't be made, or that contains inputs."""
     output = options.output
-    place = output.resolve()  # a link stays, and what it leads to is replaced
+    place = output.resolve()  # a link is kept, and its destination is replaced
     for path in (output, place):
         require_parent(path)
     for what, path in (
@@ -153,21 +153,21 @@ def _check_output(options: AdaptOptions) -> None:
     ):
         if path.resolve().is_relative_to(place):
             raise ValueError(
-                f"{what} ({path}) is in --output {output}, which is replaced as a whole. Name a "
-                f"folder of its own, such as {output / 'heads'}."
+                f"{what} ({path}) is in --output {output}, which is replaced as a whole. Use a "
+                f"separate folder, such as {output / 'heads'}."
             )
     empty = not output.exists() or (output.is_dir() and not any(output.iterdir()))
     if not empty and written_by_adapt(output) is None:
         raise ValueError(
-            f"{output} holds something that adapt did not write. Name another --output, or remove "
-            "it yourself."
+            f"{output} holds files that adapt did not write. Choose another --output, or remove "
+            "them yourself."
         )
     if options.overwrite and not empty:
         refuse_strangers(output, OURS)
 
 
 def _read_target(target: str) -> dict[str, Any]:
-    """Return the target's fingerprint; its config and tokenizer have to be readable too."""
+    """Return the target's fingerprint; its config and tokenizer must be readable too."""
     from huggingface_hub import snapshot_download
     from transformers import AutoConfig, AutoTokenizer
 
@@ -176,8 +176,8 @@ def _read_target(target: str) -> dict[str, Any]:
     folder = Path(target).expanduser()
     if folder.is_file():
         raise ValueError(
-            f"{target} is a file; adapt needs a folder as transformers saves a model, with "
-            "config.json, the tokenizer and safetensors. Of a GGUF file give the model that it was "
+            f"{target} is a file; adapt needs a folder in transformers' format, with "
+            "config.json, the tokenizer and safetensors. For a GGUF file, pass the model it was "
             "made from, or save it as such a folder: AutoModelForCausalLM.from_pretrained(FOLDER, "
             "gguf_file=NAME).save_pretrained(TARGET), and its tokenizer likewise."
         )
@@ -191,7 +191,7 @@ def _read_target(target: str) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ValueError(f"{target} is not a model that can be read: {reason:.300}") from None
     if config.is_encoder_decoder:
-        raise ValueError(f"{target} is an encoder-decoder; heads need a decoder-only model.")
+        raise ValueError(f"{target} is an encoder-decoder model; heads need a decoder-only model.")
     return target_fingerprint(target)
 
 
@@ -207,7 +207,7 @@ def _with_dtype(
     if options.dtype != "auto" or own != "torch.bfloat16" or not on_cpu:
         return options, training, ""
     dtype: Dtype = "bfloat16"
-    why = "the target's own, which this CPU multiplies natively"
+    why = "the target's own, with native instructions on this CPU"
     if not fast_bfloat16():
         dtype, why = "float32", "this CPU has no instructions for the target's bfloat16"
     machine = replace(training.machine, dtype=dtype)
@@ -225,22 +225,22 @@ def _measure(
     if conversations and tokenizer.chat_template is None:
         progress.warn(
             f"{options.target} has no chat template, so {plural(conversations, 'conversation')} "
-            "among the prompts will be plain text, turn after turn. If the target is served with a "
-            "template, put that into its folder as chat_template.jinja first."
+            "among the prompts will be plain text, turn by turn. If the target is served with a "
+            "template, save it in its folder as chat_template.jinja first."
         )
     room = None if limit is None else limit - options.num_heads - 2
     good, bad = partition(measure(prompts, tokenizer, room))
     settle_bad_lines(options.prompts, bad, options.on_bad_line, progress)
     if len(good) < 2:
         raise ValueError(
-            f"{options.prompts}: {plural(len(good), 'prompt')} left; at least 2 are needed. Give "
+            f"{options.prompts}: {plural(len(good), 'prompt')} left; at least 2 are needed. Use "
             "shorter ones."
         )
     return good
 
 
 def _check_disk(options: AdaptOptions, training: TrainOptions, files: int, states: int) -> None:
-    """Refuse a disk on which the longest texts and their hidden states would not fit."""
+    """Refuse a disk that can't hold the longest texts and their hidden states."""
     cache, work = training.cache.cache, options.work_folder
     places = {work: files + states} if cache is None else {work: files, cache: states}
     for place, needed in places.items():
@@ -248,10 +248,10 @@ def _check_disk(options: AdaptOptions, training: TrainOptions, files: int, state
         free = free_bytes(place)
         if free + there < needed + _RESERVE:
             raise ValueError(
-                f"the disk of {place} has {free / 1e9:.1f} GB free, and up to "
-                f"{needed / 1e9:.1f} GB may be needed, {states / 1e9:.1f} GB of them for the "
-                "target's hidden states. Free some, name a --work folder on another disk, lower "
-                "--samples or --max-tokens, or keep fewer states (slower): "
+                f"the disk of {place} has {free / 1e9:.1f} GB free, but up to "
+                f"{needed / 1e9:.1f} GB may be needed, including {states / 1e9:.1f} GB for the "
+                "target's hidden states. Free space, use a --work folder on another disk, lower "
+                "--samples or --max-tokens, or cache fewer states (slower): "
                 "--train-args='--cache-gb GB'."
             )
 
@@ -259,7 +259,7 @@ def _check_disk(options: AdaptOptions, training: TrainOptions, files: int, state
 def disk_bytes(
     amounts: Amounts, training: TrainOptions, target: dict[str, Any], sizes: TargetSizes
 ) -> tuple[int, int]:
-    """Bytes of all files but hidden states, and of those."""
+    """Bytes of all files except hidden states, and bytes of hidden states."""
     hidden = target.get("hidden_size") or 0
     drafter = training.heads.kind == "eagle3"
     heads = _head_values(training, target) * 4 * 6  # state, copies, result
@@ -281,12 +281,12 @@ def expected_seconds(
 ) -> dict[str, float]:
     """Estimated times of the longer stages, within a factor of about two."""
     flops, bandwidth = _speeds()
-    token = 2 * sizes.values / flops  # seconds of the target, of many tokens at a time
+    token = 2 * sizes.values / flops  # seconds per token of the target, in large batches
     step = max(sizes.weights / bandwidth, engine.batch * token)
     row = 6 * _head_values(training, target, largest=16_384) / flops
     read = (amounts.prompt_tokens + amounts.written) * token
     epochs = options.epochs
-    if training.method == "medusa-2":  # both targets forwards, one of them backwards
+    if training.method == "medusa-2":  # forward passes of both targets, backward of one
         read *= 1 + _JOINT_PASSES * training.joint.joint_epochs
         epochs += training.joint.joint_epochs
     return {

@@ -3,7 +3,7 @@
 Each stage has its own folder, named by a digest of its options and of its inputs' contents: other
 options use another folder, and nothing is deleted. A stage is finished when ``done.json``, written
 last, exists and matches its outputs. An unfinished folder is passed to the same job again, which
-resumes in it.
+resumes there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vllm_medusa.offline.engine import without_memory
 from vllm_medusa.options import Options, command_line, values_of
 
 DONE, LOG = "done.json", "log.txt"
-# Options with locations are ignored, because the contents are in ``inputs``.
+# Options with locations are ignored: ``inputs`` has digests of the contents.
 PLACES = {"model", "target", "heads", "prompts", "data", "heldout", "output", "draw", "tree"}
-MACHINE = {"batch"}  # follows from the memory that is available, as engines' `MEMORY_OPTIONS` do
+MACHINE = {"batch"}  # depends on the available memory, as the engine's `MEMORY_OPTIONS` do
 
 
 class StageFailed(JobFailed):
@@ -44,11 +44,11 @@ class WorkFolder(Run):
     """The folder of all stages, locked; use it as a context manager."""
 
     def __init__(self, folder: Path, count: int, progress: Progress):
-        """Open or make the folder; ``count`` stages will be run."""
+        """Open or create the folder; ``count`` stages will be run."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(folder, {}, of=folder)
         self.count, self.progress = count, progress
-        self.finished: dict[str, Finished] = {}  # by the stages' names
+        self.finished: dict[str, Finished] = {}  # by stage name
 
     def run(
         self,
@@ -56,7 +56,7 @@ class WorkFolder(Run):
         job: Callable[..., Any],  # a function of a module; it runs in a subprocess
         options: Callable[[Path], Options | dict[str, Any]],  # of the job, given the stage's folder
         inputs: Mapping[str, str],  # further dependencies, as digests by name
-        outputs: Sequence[str] = (),  # files that it writes in its folder
+        outputs: Sequence[str] = (),  # files that it must write in its folder
         command: str = "",  # the equivalent `vllm-medusa` command, or a description
         prepare: Callable[[Path], None] = lambda here: None,  # before every attempt
     ) -> Path:
@@ -71,7 +71,7 @@ class WorkFolder(Run):
             command = shlex.join(words)
         head = f"{len(self.finished) + 1}/{self.count} {name}"
         if (seconds := _done(here, outputs)) is not None:
-            self.progress.note(f"{head}: done before ({duration(seconds)})")
+            self.progress.note(f"{head}: already done ({duration(seconds)})")
         else:
             self.progress.note(f"{head}: {command}")
             start = time.monotonic()
@@ -80,11 +80,11 @@ class WorkFolder(Run):
                 prepare(here)
                 run_in_process(_run, (job, asked, words), self.progress, log=here / LOG)
                 if missing := [each for each in outputs if not (here / each).is_file()]:
-                    raise JobFailed(f"it left no {missing[0]}")
+                    raise JobFailed(f"it did not write {missing[0]}")
             except (ValueError, OSError, JobFailed) as error:
                 failure = StageFailed(
-                    f"{name}: {error}\nIts log is {here / LOG}. Once the cause is removed, the "
-                    "same command resumes from there."
+                    f"{name}: {error}\nSee its log, {here / LOG}. Once the cause is fixed, the "
+                    "same command resumes from this stage."
                 )
                 failure.status = error.status if isinstance(error, JobFailed) else 2
                 raise failure from None
@@ -105,7 +105,7 @@ def _key(options: Options | dict[str, Any], inputs: Mapping[str, str]) -> str:
 
 
 def _done(here: Path, outputs: Sequence[str]) -> float | None:
-    """Duration of a stage in seconds; None: not finished, or its results were changed."""
+    """Duration of a stage in seconds; None: not finished, or its results were modified."""
     try:
         done = read_json(here / DONE)
         same = done["outputs"] == {name: digest(here / name) for name in outputs}

@@ -1,1 +1,1 @@
-"""How many draft nodes a step should verify: what steps cost, what drafts bring, what follows."""
+"""The number of draft nodes to verify per step, from step costs and expected acceptance."""

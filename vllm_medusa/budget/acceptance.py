@@ -1,12 +1,12 @@
-"""What drafts bring: how sure recent drafts were, corrected by what was accepted of them.
+"""Expected acceptance: the drafter's confidence in recent drafts, corrected by observed acceptance.
 
-A node's survival is the chance that it is accepted, as the drafter sees it. It is multiplied by
-what survivals of requests of its kind were worth so far, and counted in a histogram that forgets.
+A node's survival is the drafter's probability that it is accepted. It is multiplied by the ratio
+of accepted to expected tokens for requests of its kind, and counted in a histogram with decay.
 A batch is expected to have as many nodes of each survival per request as the histogram has.
 
-A step drafts a limited number of nodes for a request and shows nothing of those beyond. So there
-is a histogram for each range of places (best, second, third and fourth, ...). Nodes copied from a
-request's own text, or forced by its grammar, need no heads: they have one of their own.
+A step drafts a limited number of nodes for a request and reveals nothing about others. So there
+is a histogram for each range of ranks (best, second, third and fourth, ...). Nodes copied from a
+request's own text, or forced by its grammar, need no heads and have a separate histogram.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from vllm_medusa.budget.cost import Floats
 
 Ints = npt.NDArray[np.integer]
 
-KINDS = 4  # of requests, whose drafts are worth more or less; the caller numbers them
-RANGE_ENDS = (1, 2, 4, 8, 16, 32)  # places of a request's nodes; the last range is all beyond
+KINDS = 4  # of requests, whose drafts differ in value; numbered by the caller
+RANGE_ENDS = (1, 2, 4, 8, 16, 32)  # ends of the rank ranges of a request's nodes; the last is open
 USUAL_TAUS = (1.5, 1.7, 1.8, 1.9, 1.95, 2.0)  # tokens per step with 1, 2, .. draft nodes
-_COPIED = 1 + len(RANGE_ENDS)  # comes behind the ranges
-_BINS = 32  # by the square root of the survival
-_WINDOW = 512.0  # steps of requests that the histogram remembers
-_KEPT = 8.0  # steps of requests that are not forgotten without news
-_RATIO_WINDOW = 2048.0  # the same for the correction
-_PRIOR_STEPS, _PRIOR_TOKENS = 4, 4.0  # weight of what is believed at first
-_RATIOS = (0.2, 2.0)  # bounds of the correction
+_COPIED = 1 + len(RANGE_ENDS)  # index after the ranges
+_BINS = 32  # in the square root of the survival
+_WINDOW = 512.0  # decay of the histogram, in steps of requests
+_KEPT = 8.0  # steps of requests kept when no drafts are observed
+_RATIO_WINDOW = 2048.0  # the same for the ratio
+_PRIOR_STEPS, _PRIOR_TOKENS = 4, 4.0  # weight of the prior
+_RATIOS = (0.2, 2.0)  # bounds of the ratio
 
 
 @dataclass
@@ -40,10 +40,10 @@ class Drafted:
     """Drafts of a request.
 
     Attributes:
-        survival: of each, best first.
+        survival: of each draft, best first.
         kind: of the request, below `KINDS`.
-        limit: nodes that heads could draft for it at most; None: as many as there can be.
-        copied: of each, nonzero where no head was needed; None: copies were not looked for.
+        limit: max nodes that heads could draft for it; None: no limit.
+        copied: for each draft, nonzero if it needed no head; None: no lookup was done.
 
     """
 
@@ -55,18 +55,18 @@ class Drafted:
 
 @dataclass
 class Nodes:
-    """Drafts of several requests, one after the other: [n] each."""
+    """Drafts of several requests, concatenated: [n] each."""
 
     requests: int
     owner: Ints  # request's index
-    place: Ints  # from 0, in its request
+    place: Ints  # rank in its request, from 0
     survival: Floats
     kind: Ints
     copied: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, drafts: Sequence[Drafted]) -> Nodes:
-        """Put drafts together."""
+        """Concatenate drafts."""
         sizes = np.array([len(draft.survival) for draft in drafts])
         owner = np.repeat(np.arange(len(drafts)), sizes)
         survival = np.concatenate([np.asarray(draft.survival, np.float64) for draft in drafts])
@@ -81,37 +81,37 @@ class Acceptance:
 
     def __init__(self, taus: Sequence[float] = USUAL_TAUS) -> None:
         self._count = np.zeros((1 + _COPIED, _BINS))  # nodes
-        self._worth = np.zeros((1 + _COPIED, _BINS))  # their survivals, summed
+        self._worth = np.zeros((1 + _COPIED, _BINS))  # sum of their survivals
         self._steps = np.zeros(1 + _COPIED)  # of requests
         self._accepted = np.zeros(KINDS)
         self._predicted = np.zeros(KINDS)
-        self.ratio = np.ones(KINDS)  # what a survival of each kind is worth
+        self.ratio = np.ones(KINDS)  # accepted over expected tokens of each kind
         first = np.minimum.accumulate(np.diff([1.0, *taus]).clip(0.0, 1.0))
         ranges = np.searchsorted(RANGE_ENDS, np.arange(len(first)), side="right")
         for _ in range(_PRIOR_STEPS):
             self._count_nodes(first, ranges, _covered(Drafted(first.tolist())).astype(int))
 
     def believed(self, nodes: Nodes) -> Floats:
-        """Survivals [n] corrected by kind; copied ones were measured and stay as they are."""
+        """Survivals [n] corrected by kind; those of copies are measured and returned unchanged."""
         ratio = np.where(nodes.copied, 1.0, self.ratio[nodes.kind])
         return np.nan_to_num(nodes.survival * ratio).clip(0.0, 1.0)
 
     def observe(
         self, drafts: Sequence[Drafted], verified: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """Learn from a step.
+        """Update from a step.
 
         Args:
-            drafts: [B] of the requests, all that was drafted.
-            verified: [B] how many were verified; the best.
-            accepted: [B] how many were accepted, copied ones not counted.
+            drafts: [B] of the requests, verified or not.
+            verified: [B] number verified, a prefix.
+            accepted: [B] number accepted, excluding copies.
 
         """
         if not drafts:
             return
         nodes = Nodes.of(drafts)
         believed, drafted = self.believed(nodes), ~nodes.copied
-        before = drafted.cumsum() - drafted  # drafted nodes, which alone take places
+        before = drafted.cumsum() - drafted  # copies have no rank
         first = np.searchsorted(nodes.owner, np.arange(len(drafts)))
         place = before - np.append(before, 0)[first][nodes.owner]
         ranges = np.searchsorted(RANGE_ENDS, place, side="right")
@@ -126,18 +126,18 @@ class Acceptance:
             self._correct(survival, nodes.kind[inside], accepted, kinds)
 
     def no_copies(self, requests: int) -> None:
-        """Learn that for so many requests there was nothing to copy."""
+        """Record that for so many requests nothing could be copied."""
         steps = np.zeros(1 + _COPIED)
         steps[_COPIED] = requests
         self._count_nodes(np.zeros(0), np.zeros(0, np.int64), steps)
 
     def forget(self, requests: int) -> None:
-        """Trust less what was learned before so many steps of requests without drafts."""
+        """Decay estimates by so many steps of requests without drafts."""
         weight = np.where(self._steps > _KEPT, math.exp(-requests / (8 * _WINDOW)), 1.0)
         self._scale(weight)
 
     def _count_nodes(self, worth: Floats, ranges: Ints, requests: Any) -> None:
-        """Add nodes [n] to the histograms, and to each the steps of so many requests."""
+        """Add nodes [n] to the histograms, and the number of requests' steps to each."""
         bins = ranges * _BINS + np.minimum(np.sqrt(worth) * _BINS, _BINS - 1).astype(np.int64)
         self._scale(np.exp(-requests / _WINDOW))
         shape = self._count.shape
@@ -164,11 +164,11 @@ class Acceptance:
         )
 
     def gain(self, nodes: Floats, limit: int | None) -> Floats:
-        """Accepted tokens per request with the batch's best ``nodes`` [n] per request.
+        """Accepted tokens per request if the batch's best ``nodes`` [n] per request are verified.
 
         Args:
-            nodes: mean of a request.
-            limit: nodes that are drafted for a request at most; 0: only copied ones.
+            nodes: mean per request.
+            limit: max nodes drafted per request; 0: only copies.
 
         """
         covered = [*range(_num_ranges(limit)), _COPIED]
@@ -182,25 +182,25 @@ class Acceptance:
         )
 
     def even_gain(self, limit: int) -> float:
-        """The same where every request has its own best ``limit`` nodes."""
+        """The same if every request has its own best ``limit`` nodes."""
         covered = range(_num_ranges(limit))
         return float((self._worth[covered].sum(1) / self._steps[covered].clip(1e-9)).sum())
 
     @property
     def copies(self) -> bool:
-        """Whether anything was copied lately."""
+        """Whether any node was copied recently."""
         return bool(self._count[_COPIED].sum() > 1e-3)
 
 
 def _num_ranges(limit: int | None) -> int:
-    """How many ranges of places lie within a limit of nodes."""
+    """Number of rank ranges within a limit of nodes."""
     if limit is None or limit > RANGE_ENDS[-1]:
         return _COPIED
     return sum(end <= limit for end in RANGE_ENDS)
 
 
 def _covered(draft: Drafted) -> npt.NDArray[np.bool_]:
-    """Of which ranges the drafts of a request tell; the last are the copied ones."""
+    """Which ranges a request's drafts provide data for; the last are the copies."""
     covered = np.arange(1 + _COPIED) < _num_ranges(draft.limit)
     covered[_COPIED] = draft.copied is not None
     return covered

@@ -1,10 +1,10 @@
-"""What a step costs, learned while serving.
+"""The cost of a step, estimated while serving.
 
     ms = speed * (plain(rows) + trees(draft nodes) + share of the heads * heads(requests))
 
-Each of the three is a curve through knots. A knot is a running estimate: the more often it was
-seen, the less a new step moves it; the longer ago, the more. ``speed`` follows all steps, since a
-machine as a whole gets faster and slower. (A Kalman filter with a diagonal covariance.)
+Each of the three is a curve through knots. A knot is a running estimate: a new observation moves
+it less, the more there were, and more, the older they are. ``speed`` follows all steps, since a
+whole machine gets faster and slower. (A Kalman filter with a diagonal covariance.)
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.floating]
 
-# variances of logarithms
+# Variances of logarithms:
 _NOISE = 0.07**2  # of a step's time
-_UNSEEN = 1.0  # of a knot that was never seen
-_SURPRISED = 0.5**2  # of all knots when the machine has changed
-_SPEED = 0.02**2  # of the machine's speed from one step to the next
-_DRIFT = 0.0005  # by which a knot becomes less certain per second
-_MAX_ERROR = 3.0  # standard deviations that are believed of a single step
-_STREAK = 4  # steps further off than that, in the same direction: the machine has changed
-_FIRST_HEAD = 0.3  # share of the heads' time that running any of them takes
+_UNSEEN = 1.0  # of a knot without observations
+_SURPRISED = 0.5**2  # of all knots after a change of the machine
+_SPEED = 0.02**2  # of the machine's speed, per step
+_DRIFT = 0.0005  # growth of a knot's variance per second
+_MAX_ERROR = 3.0  # standard deviations; clips a single step's error
+_STREAK = 4  # consecutive clipped steps of one sign that mean a change of the machine
+_FIRST_HEAD = 0.3  # share of the heads' time that is fixed
 
 
 class _Curve:
@@ -42,11 +42,11 @@ class _Curve:
         self.variance = np.full_like(knots, _UNSEEN)
         self.seen = np.zeros(len(knots), np.bool_)
         self._values = np.exp(self.prior)
-        self._is_stale = True  # `_values` of knots that were never seen
+        self._is_stale = True  # whether interpolated `_values` are outdated
 
     @property
     def values(self) -> Floats:
-        """[knots]; those that were never seen lie between their neighbours that were."""
+        """[knots]; those without observations are interpolated."""
         if self._is_stale:
             if not self.seen.all() and self.seen.any():
                 known = np.flatnonzero(self.seen)
@@ -62,14 +62,14 @@ class _Curve:
         return float(values[knot])
 
     def beside(self, count: int) -> list[tuple[int, float]]:
-        """The knots on both sides of a count, and the weight of each."""
+        """The knots on both sides of a count, and their interpolation weights."""
         right = min(max(bisect_right(self._list, count), 1), len(self._list) - 1)
         low, high = self._list[right - 1], self._list[right]
         share = min(max((count - low) / (high - low), 0.0), 1.0)
         return [pair for pair in ((right - 1, 1.0 - share), (right, share)) if pair[1] > 0]
 
     def move(self, knot: int, by: float, variance: float) -> None:
-        """Correct the logarithm of a knot."""
+        """Update the logarithm of a knot."""
         self.offset[knot] += by
         self.variance[knot] = variance
         self.seen[knot] = True
@@ -80,22 +80,22 @@ class _Curve:
 class StepCost:
     """Milliseconds of a step.
 
-    A step has ``rows`` in all, at least one for each request; the others are draft nodes. ``heads``
+    A step has ``rows`` in total: one for each request, the others are draft nodes. ``heads``
     is the share of the heads that ran at its end, for the drafts of the next step.
     """
 
     def __init__(self, max_rows: int = 1024) -> None:
         self.max_rows = max_rows
-        self.steps = 0  # that it was learned from
-        self.surprises = 0  # times that the machine was found to have changed
+        self.steps = 0  # observed
+        self.surprises = 0  # changes of the machine detected
         self._plain, self._trees, self._heads = self._curves = (
             _Curve(max_rows, 1.0),
             _Curve(max_rows, 0.05),
             _Curve(max_rows, 0.1),
         )
         self._log_speed = 0.0
-        self._streak = 0  # of steps that were far off; negative: too fast
-        self._seconds = 0.0  # since knots last became less certain
+        self._streak = 0  # consecutive outliers; negative: too fast
+        self._seconds = 0.0  # since knot variances last grew
 
     def ms(self, rows: Any, requests: int, heads: Any) -> Any:
         """Expected time of a step, or of n steps with ``rows`` [n] and ``heads``, one or [n]."""
@@ -111,22 +111,22 @@ class StepCost:
         return self._scalar(self._plain, requests) * math.exp(self._log_speed)
 
     def observe(self, rows: int, requests: int, heads: float, ms: float) -> float | None:
-        """Learn from a step; return the milliseconds that were expected of it.
+        """Update from a step; return its expected milliseconds.
 
-        None: it teaches nothing, for want of requests or time.
+        None if it was not used, for lack of requests or time.
         """
         if not (0 < ms < math.inf and 0 < requests <= rows):
             return None
         parts = [(self._plain, rows, 1.0)]
         parts += [(self._trees, rows - requests, 1.0)] if rows > requests else []
         parts += [(self._heads, requests, float(_of_heads(heads)))] if heads > 0 else []
-        total, slopes = 0.0, []  # derivatives of the logarithm of the time by that of a knot
+        total, slopes = 0.0, []  # d log(time) / d log(knot)
         for curve, count, factor in parts:
             found = [
                 (weight * factor * curve.value(knot), knot) for knot, weight in curve.beside(count)
             ]
             total += sum(value for value, _ in found)
-            slopes.append((curve, max(found)[1], max(found)[0]))  # the nearest knot learns
+            slopes.append((curve, max(found)[1], max(found)[0]))  # update the nearest knot
         error = math.log(ms / total) - self._log_speed
         if self.steps == 0:
             self._log_speed, error = self._log_speed + error, 0.0
@@ -150,7 +150,7 @@ class StepCost:
         return expected
 
     def _is_change(self, error: float) -> bool:
-        """Whether enough steps in a row were off in the same direction; if so, doubt all."""
+        """Whether enough consecutive steps had errors of one sign; if so, reset all variances."""
         side = 1 if error > 0 else -1
         self._streak = max(self._streak * side, 0) * side + side
         if abs(self._streak) < _STREAK:
@@ -177,7 +177,7 @@ class StepCost:
         return sum(weight * curve.value(knot) for knot, weight in curve.beside(count))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; how certain they are is not kept."""
+        """Plain JSON values, without variances."""
         return {
             "max_rows": self.max_rows,
             "steps": self.steps,
@@ -187,10 +187,10 @@ class StepCost:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> StepCost:
-        """Read what `to_dict` gave, as a first guess of the curves' shapes.
+        """Read the output of `to_dict` as a prior for the shapes of the curves.
 
         Raises:
-            ValueError: The document is not one of step costs.
+            ValueError: Not a step-cost document.
 
         """
         try:
@@ -200,9 +200,9 @@ class StepCost:
                 curve.prior[:] = np.array(logs, np.float64).reshape(curve.prior.shape)
             numbers = np.concatenate([[cost._log_speed], *(c.prior for c in cost._curves)])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"not step costs ({error!r})") from None
+            raise ValueError(f"not a step-cost document ({error!r})") from None
         if not (np.abs(numbers) < 50).all() or cost.steps < 1:
-            raise ValueError(f"not step costs ({cost.steps} steps)")
+            raise ValueError(f"not a step-cost document ({cost.steps} steps)")
         return cost
 
 

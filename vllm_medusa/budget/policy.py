@@ -1,11 +1,11 @@
 """How many draft nodes a step verifies, for which requests, and how many the heads draft.
 
-The heads run at the end of a step, so how many nodes they may draft for a request (the limit) is
-decided a step earlier than how many of the drafts are verified. The best n nodes of a request lie
-no deeper than n, so a limit of nodes is also a limit of heads; 0 runs none.
+The heads run at the end of a step, so the max number of nodes to draft per request (the limit) is
+decided one step before the number of drafts to verify. The best n nodes of a request have
+depth <= n, so a limit of nodes also limits the heads; with 0 none run.
 
-`worker.scheduler` calls it: `limit` before drafting, `counts` for the drafts that came in. With
-asynchronous scheduling, where drafts are not seen, `limit` is both.
+`worker.scheduler` calls `limit` before drafting and `counts` for the drafts received. With
+asynchronous scheduling, where drafts are not seen, `limit` decides both.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from vllm_medusa.budget.acceptance import RANGE_ENDS, Acceptance, Drafted, Nodes
 from vllm_medusa.budget.cost import Floats, StepCost
 
 START, STOP = 1.03, 1.0  # expected speed against plain steps at which drafting begins and ends
-FORCED_PAY = 1.5  # the same for drafts without heads, where looking for them takes time
-_PLAN_MS = 100.0  # of steps for which a plan holds
+FORCED_PAY = 1.5  # min expected speed for drafts without heads, whose search takes time
+_PLAN_MS = 100.0  # how long a plan is reused, in step time
 _TRIAL_STEPS = 3
-_TRIAL_SHARE = 0.005  # of all time that trials may lose
-_MAX_SAVED = 2.0  # trials of the dearest kind that can be saved up
+_TRIAL_SHARE = 0.005  # max share of time lost to trials
+_MAX_SAVED = 2.0  # max savings, in trials of the most expensive kind
 _WAIT = 16  # steps between trials
-_NEXT_SIZES = (1, 2, -1, 3)  # steps from the best number of nodes to others to try
-_MEASURED_STEPS, _MIN_SPEED = 128, 0.97  # window, and speed below which drafting is given up
-_AT_REST_MS = 25.0  # between two steps at rest that teach, and between decisions to stay there
-_LEARN_STEPS = 64  # that all teach, from the start or when the machine has changed
-_REST_MS = (4e3, 60e3)  # then no head runs for so long, doubling
+_NEXT_SIZES = (1, 2, -1, 3)  # offsets from the best size to sizes to try
+_MEASURED_STEPS, _MIN_SPEED = 128, 0.97  # window, and speed below which drafting stops
+_AT_REST_MS = 25.0  # interval of cost updates, and of decisions, while drafting is off
+_LEARN_STEPS = 64  # steps after start-up or a change, all used for updates
+_REST_MS = (4e3, 60e3)  # pause of the heads after a failure, doubling
 
 
 class Fixed:
-    """So many nodes for every request while there is room."""
+    """A fixed number of nodes for every request if there is room."""
 
     def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts
 
     def limit(self, requests: int, room: int, prefills: float = 0.0) -> int:
-        """All that there can be."""
+        """The maximum."""
         return self.max_drafts
 
     def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
-        """How many of each request's drafts to verify: all, or the surest if room is short."""
+        """How many of each request's drafts to verify: all, or the likeliest if room is short."""
         nodes = Nodes.of(drafts)
         return best(nodes, nodes.survival, room)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is expected of a batch with and without heads.
+    """Expected values for a batch with and without heads.
 
     Attributes:
         requests: of the batch.
-        room: the most draft nodes.
-        limit: the best limit with heads, above 0; 0: there is no room for drafts.
-        nodes: the best number of draft nodes with it, of all requests.
-        ratio: speed with heads against the best without.
+        room: max draft nodes.
+        limit: the best limit with heads, above 0; 0: no room for drafts.
+        nodes: the best total number of draft nodes with it.
+        ratio: speed with heads relative to the best without.
         rate: tokens per millisecond with heads.
-        rate_without: the same without: plain steps, or steps that verify copied drafts.
-        heads: time of a step with such heads against one without.
-        forced_pay: copied drafts, or those that a grammar forces, are worth looking for.
-        arms: [n, 4] everything that was compared: limit, nodes, tokens per millisecond and time
-            of a step; the first is nothing.
+        rate_without: the same without: plain steps, or steps that verify copies.
+        heads: time of a step with these heads relative to one without.
+        forced_pay: whether to search for copies and tokens forced by a grammar.
+        arms: [n, 4] all alternatives: limit, nodes, tokens per millisecond and time
+            of a step; the first drafts nothing.
 
     """
 
@@ -83,12 +83,12 @@ class Plan:
 
 
 class Auto:
-    """As many nodes as pay, by what steps cost and what drafts bring.
+    """The number of nodes that maximizes throughput, from step costs and acceptance.
 
-    Drafting begins when it promises a clear gain, and ends when it promises none or when what was
-    measured is slower than plain steps. Now and then a few steps try something else (heads while
-    none run, none or another number of nodes while they do). By what is known such a trial costs
-    time, and all trials together may cost a small share.
+    Drafting begins when a clear gain is expected, and ends when none is expected or when measured
+    speed is below that of plain steps. Occasionally a few steps try an alternative (heads while
+    drafting is off; no nodes, or another number, while it is on). Trials that are expected to cost
+    time may use a small share of it in total.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class Auto:
         *,
         even: bool = False,
     ) -> None:
-        """Start.
+        """Create the policy.
 
         Args:
-            cost: of steps.
-            acceptance: of drafts.
-            max_drafts: draft nodes of a request at most.
-            num_heads: that can run; 0: drafts can only be copied.
-            even: every request gets its limit, known before there are drafts.
+            cost: step costs.
+            acceptance: acceptance of drafts.
+            max_drafts: max draft nodes per request.
+            num_heads: number of heads; 0: drafts can only be copied.
+            even: whether every request gets the limit, decided before drafting.
 
         """
         self.cost, self.acceptance = cost, acceptance
@@ -116,38 +116,38 @@ class Auto:
         self.limits = [*ends, max_drafts] if num_heads or even else []
         self.drafting = False
         self.trials = 0
-        self.turn = 0  # of the alternatives to try
+        self.turn = 0  # of the alternatives, to try them in turn
         self._plan: Plan | None = None
         self._now = self._planned_at = 0.0  # ms of steps
         self._trial_left, self._trial = 0, (0, 0)  # steps; limit and nodes
-        self._waited, self._saved = 0, -1.0  # steps since a trial; ms that trials may lose
+        self._waited, self._saved = 0, -1.0  # steps since a trial; ms available for trials
         self._idle = 0  # steps of requests without drafts
         self._surprises = cost.surprises
         self._took = self._plain = 0.0  # ms of steps with drafts; of plain ones for as many tokens
         self._measured = 0  # steps
         self._rest, self._rest_until = _REST_MS[0], 0.0
-        self._at_rest: tuple[int, int] | None = None  # requests and room for which it was decided
-        self._learned_at, self._learned_plain = -math.inf, 0.0  # ms of steps; of a plain one
+        self._at_rest: tuple[int, int] | None = None  # requests and room of the decision
+        self._learned_at, self._learned_plain = -math.inf, 0.0  # ms of steps; of a plain step
         self._learned_requests = 0
-        self._learned_steps = 0  # since the start, or since the machine changed
+        self._learned_steps = 0  # since start-up or a change of the machine
 
     @property
     def expected_ratio(self) -> float:
-        """Speed with drafts against plain steps, by the last plan."""
+        """Speed with drafts relative to plain steps, by the last plan."""
         return self._plan.ratio if self._plan else 1.0
 
     @property
     def forced_pay(self) -> bool:
-        """Whether drafts that need no heads are worth looking for, by the last plan."""
+        """Whether to search for drafts that need no heads, by the last plan."""
         return self._plan is not None and self._plan.forced_pay
 
     def limit(self, requests: int, room: int, prefills: float = 0.0) -> int:
-        """Nodes to draft for a request at most at the end of this step.
+        """Max nodes to draft per request at the end of this step.
 
         Args:
-            requests: that are expected to decode in the next step.
+            requests: expected to decode in the next step.
             room: rows for draft nodes in it.
-            prefills: share of recent steps that had a prefill; their drafts are not verified.
+            prefills: fraction of recent steps with a prefill, whose drafts are not verified.
 
         """
         if requests < 1 or room < 1 or not self.limits:
@@ -178,16 +178,16 @@ class Auto:
         return 0
 
     def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
-        """How many of each request's drafts to verify: as many as are worth their time."""
+        """How many of each request's drafts to verify: those whose gain exceeds their cost."""
         nodes = Nodes.of(drafts)
         believed = self.acceptance.believed(nodes)
         gain = np.sort(believed)[::-1].cumsum()
         return best(nodes, believed, self.total(gain, requests, room))
 
     def total(self, gain: Floats, requests: int, room: int) -> int:
-        """Nodes to verify in all, by the gain [K] of the best 1, 2, .. of them.
+        """Total nodes to verify, from the gain [K] of the best 1, 2, .. of them.
 
-        A node is worth its chance less its time, at the rate that the best plan makes of time.
+        A node's value is its probability minus its time, priced at the rate of the best plan.
         """
         gain = gain[: max(room, 0)]
         if requests < 1 or not len(gain):
@@ -204,16 +204,16 @@ class Auto:
         return top + 1 if worth[top] > none else 0
 
     def share_of(self, limits: Any) -> Any:
-        """Share of the heads that runs for so many nodes of a request."""
+        """Share of the heads that runs to draft so many nodes per request."""
         return np.minimum(limits, self.num_heads) / max(self.num_heads, 1)
 
     def observe(
         self, rows: int, requests: int, heads: float, ms: float, tokens: float = 0.0
     ) -> float | None:
-        """Learn what a step took, and for how many tokens; see `StepCost.observe`.
+        """Record the time and tokens of a step; see `StepCost.observe`.
 
-        Of plain steps while nothing is drafted, one in `_AT_REST_MS` teaches: they are to cost
-        no more than they do without trees.
+        Plain steps while drafting is off update costs only once per `_AT_REST_MS`: they must cost
+        no more than without trees.
         """
         if (
             self._at_rest is not None
@@ -247,7 +247,7 @@ class Auto:
         return expected
 
     def plan(self, requests: int, room: int) -> Plan:
-        """What drafts would bring to a batch, as of a short time ago if it is about the same."""
+        """Expected values for a batch; a recent plan for a similar batch is reused."""
         room = min(requests * self.max_drafts, room)
         plan = self._plan
         if (
@@ -279,7 +279,7 @@ class Auto:
     def _choices(
         self, requests: int, room: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats]:
-        """Limits, nodes of all requests and accepted tokens of one: [n] each; first: nothing."""
+        """Limits, total nodes and accepted tokens per request: [n] each; first: no drafts."""
         limits, nodes, gains = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], [np.zeros(1)]
         copies = self.acceptance.copies
         powers = np.round(2.0 ** np.arange(0, np.log2(max(room, 1)) + 0.01, 0.5))
@@ -299,11 +299,11 @@ class Auto:
         return np.concatenate(limits), np.concatenate(nodes), np.concatenate(gains)
 
     def _known(self, limit: int) -> Any:
-        """A limit as `Acceptance` takes it."""
+        """Convert a limit for `Acceptance`."""
         return limit if limit < self.max_drafts else None
 
     def _decide(self, plan: Plan, prefills: float) -> None:
-        """Begin or end drafting."""
+        """Start or stop drafting."""
         gain = (1.0 - prefills) * (plan.ratio - 1.0) - prefills * (plan.heads - 1.0)
         if not self.drafting:
             if 1.0 + gain > START:
@@ -312,7 +312,7 @@ class Auto:
                 self._measured = 0
             return
         failed = self._measured > _MEASURED_STEPS / 2 and self._plain < _MIN_SPEED * self._took
-        if failed:  # although more was expected
+        if failed:  # despite a higher expectation
             self._rest_until = self._now + self._rest
             self._rest = min(2 * self._rest, _REST_MS[1])
         elif self._measured > 4 * _MEASURED_STEPS:
@@ -321,13 +321,13 @@ class Auto:
             self.drafting = False
 
     def _begin_trial(self, plan: Plan) -> None:
-        """Try something else for a few steps, if what that probably costs is saved up."""
+        """Try an alternative for a few steps, if its expected cost has been saved up."""
         most = _MAX_SAVED * _TRIAL_STEPS * float(plan.arms[0, 3])
         self._saved = min(self._saved, most)
         limit, nodes, rate, ms = self._alternative(plan)
         best_rate = max(plan.rate if self.drafting else 0.0, plan.rate_without)
         lost = _TRIAL_STEPS * ms * max(1.0 - rate / best_rate, 0.02)
-        # what is believed of these may be wrong, and can't be very wrong
+        # the estimates for these may be wrong, but not by much
         if limit == self.limits[0]:
             lost = min(lost, most / 2)
         elif self.drafting and limit == plan.limit:
@@ -343,9 +343,9 @@ class Auto:
         self._idle = 0
 
     def _alternative(self, plan: Plan) -> tuple[int, int, float, float]:
-        """What to try, of `Plan.arms`: in turn nothing, other limits and other numbers of nodes.
+        """The alternative from `Plan.arms`: in turn nothing, another limit, another node count.
 
-        The numbers of nodes are the next ones, since what is known of one tells little of others.
+        Numbers of nodes are tried next to the best one, since distant ones tell little about it.
         """
         turn = self.turn
         if self.drafting:
@@ -370,9 +370,9 @@ def _arm(row: Floats) -> tuple[int, int, float, float]:
 
 
 def best(nodes: Nodes, survival: Floats, total: int) -> list[int]:
-    """How many drafts each request keeps if the best ``total`` of all are kept.
+    """Number of drafts each request keeps if the best ``total`` of all are kept.
 
-    What is kept of each is a prefix; ties go to the first.
+    Each request keeps a prefix; ties go to the first.
     """
     kept = np.argsort(-survival, kind="stable")[: max(total, 0)]
     return np.bincount(nodes.owner[kept], minlength=nodes.requests).tolist()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Step costs on disk: a server that starts again need not measure them again."""
+"""Step costs on disk, so that a restarted server need not measure them again."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _FORMAT = 3
 
 
 class CostStore:
-    """Where the step costs of engines of one kind are kept."""
+    """Storage for the step costs of one kind of engine."""
 
     def __init__(self, folder: Path, key: Mapping[str, str], max_rows: int) -> None:
-        """Name a file.
+        """Choose the file.
 
         Args:
-            folder: of the cache; it need not exist.
+            folder: folder of the cache; it need not exist.
             key: what costs depend on, such as model, device, dtype and versions.
-            max_rows: of a step.
+            max_rows: max rows per step.
 
         """
         self.key, self.max_rows = dict(key), max_rows
@@ -30,7 +30,7 @@ class CostStore:
         self._saved_at, self._saved_steps = time.perf_counter(), 0
 
     def load(self) -> tuple[StepCost, str]:
-        """Return the costs kept and "", or new ones and the reason; a missing file is none."""
+        """Return the stored costs and "", or new ones and the reason ("" if there is no file)."""
         new = StepCost(self.max_rows)
         try:
             if not self.path.exists():
@@ -47,11 +47,11 @@ class CostStore:
         return cost, ""
 
     def save(self, cost: StepCost, min_steps: int = 1, min_seconds: float = 0.0) -> str:
-        """Write costs if there is news; return why they can't be kept, or "".
+        """Write costs if they changed; return why they can't be written, or "".
 
         Args:
-            cost: what to write.
-            min_steps: learned from since the last time; after fewer, nothing is written.
+            cost: the costs to write.
+            min_steps: min steps since the last write; after fewer, nothing is written.
             min_seconds: the same for time.
 
         """

@@ -1,7 +1,7 @@
 """Accuracy of each head's choices at all positions, and at those that decoding reaches.
 
 Decoding uses head h only where a path to depth h was accepted, and only at positions where steps
-start. There it is right far less often than everywhere.
+start. Accuracy there is far below the average over all positions.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from vllm_medusa.calibration.observations import NO_LABEL, Observations
 from vllm_medusa.calibration.walks import Ranks, Walks
 from vllm_medusa.tree.topology import Path
 
-Table = npt.NDArray[np.float32]  # [K, R] shares; NaN where nothing was counted
+Table = npt.NDArray[np.float32]  # [K, R] fractions; NaN where nothing was counted
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Fractions of positions at which head h's rank r was right."""
+    """Fractions of positions at which rank r of head h was correct."""
 
     overall: Table  # at every position
     walked: Table  # where walks with the tree reach an inner node of depth h
@@ -50,7 +50,7 @@ def measure_accuracy(observations: Observations, tree: Sequence[Path]) -> Accura
     has_child = np.array([path in inner for path in walks.paths])[walks.stops[visited]]
     rows = []
     for head in range(observations.num_heads):
-        # asked: on the way to a deeper stop, or stopped at a node of this depth with children
+        # asked: passed by a deeper step, or stopped at a node of this depth with children
         asked = (reached > head) | ((reached == head) & has_child)
         cases = observations.ranks[:, head], walked[asked, head]
         rows.append([shares(case, observations.num_ranks) for case in cases])
@@ -59,7 +59,7 @@ def measure_accuracy(observations: Observations, tree: Sequence[Path]) -> Accura
 
 
 def shares(ranks: Ranks, num_ranks: int) -> tuple[Table, int]:
-    """Shares [R] of labels at each rank, and how many labels there are; NaN without any."""
+    """Fractions [R] of labels at each rank, and the number of labels; NaN without labels."""
     labels = ranks[ranks != NO_LABEL]
     counts = np.bincount(labels[labels < num_ranks], minlength=num_ranks).astype(np.float32)
     with np.errstate(invalid="ignore"):

@@ -47,8 +47,8 @@ class Calibrated:
 
     observations: Observations  # as saved beside the heads
     accuracy: Accuracy
-    fits: list[Fit | None]  # the temperature of each head; None without labels
-    tree: TokenTree  # what the walks decoded with
+    fits: list[Fit | None]  # each head's temperature; None without labels
+    tree: TokenTree  # the tree of the walks
     tau: float  # tokens per step of those walks
     summary: dict[str, Any]  # what the heads' config.json keeps
 
@@ -58,7 +58,7 @@ def calibrate(
 ) -> Calibrated:
     """Measure heads on texts, and save the observations; if killed, the same call resumes.
 
-    Raises ValueError: heads, records or a target that can't be used, or that don't go together.
+    Raises ValueError: heads, records or a target that are invalid or don't match.
     """
     check_folder(options.heads)
     if drafter_method(options.heads) is not None:
@@ -71,14 +71,14 @@ def calibrate(
     target, heads, dtype = _load(options, config)
     if options.top_k > heads.draft_vocab_size:
         raise CalibrationError(
-            f"--top-k is {options.top_k}; the heads score {heads.draft_vocab_size} tokens. Take "
+            f"--top-k is {options.top_k}; the heads score {heads.draft_vocab_size} tokens. Use "
             "fewer."
         )
     origin = provenance(command, [options.data])
     if origin["data"][0]["sha256"] in _trained_on(info.config):
         progress.warn(
-            f"the heads were trained on {options.data}: they are right on it more often than they "
-            "will be. Calibrate on records held out, such as training/heldout.jsonl beside the "
+            f"the heads were trained on {options.data}: their accuracy on it is higher than it "
+            "will be. Calibrate on held-out records, such as training/heldout.jsonl next to the "
             "heads."
         )
     source = {
@@ -117,12 +117,12 @@ def check_folder(heads: Path) -> None:
     """Refuse heads whose folder is not writable."""
     if not heads.is_dir():
         raise CalibrationError(
-            f"{heads} is not a local folder; what is measured is saved beside the heads. Give the "
+            f"{heads} is not a local folder, but results are saved with the heads. Pass the "
             "folder of the heads (download or convert them first)."
         )
     if not os.access(heads, os.W_OK):
         raise CalibrationError(
-            f"{heads} can't be written to, where the results go; copy the heads."
+            f"{heads} is not writable, but results are saved there; copy the heads."
         )
 
 
@@ -155,7 +155,7 @@ def _read(options: CalibrateOptions, config: Any, progress: Progress) -> list[Re
         if not records:
             shown = ", ".join(f"{t:g}" for t in found) or "none"
             raise CalibrationError(
-                f"{data} has no record of temperature {options.temperature:g}; it has {shown}."
+                f"{data} has no records of temperature {options.temperature:g}; it has {shown}."
             )
     if options.positions is not None:
         before = accumulate((record.num_generated for record in records), initial=0)
@@ -165,24 +165,24 @@ def _read(options: CalibrateOptions, config: Any, progress: Progress) -> list[Re
         raise CalibrationError(f"{data}: no records in it.")
     if foreign := sum(record.temperature is None for record in records):
         progress.warn(
-            f"{foreign} of {len(records)} texts don't say at which temperature the target wrote "
-            "them, so they may not be its own. Heads are right more or less often on such text "
-            "than when they are served; use records of `vllm-medusa distill`."
+            f"{foreign} of {len(records)} texts have no temperature at which the target generated "
+            "them, so they may not be its own. On other texts the accuracy of heads differs from "
+            "that when served; use records of `vllm-medusa distill`."
         )
     if len({record.temperature for record in records} - {None}) > 1:
         progress.warn(
-            "the texts were sampled at several temperatures; expected values are of the mixture. "
-            "--temperature T takes those of one."
+            "the texts were sampled at several temperatures; estimates are for the mixture. "
+            "--temperature T selects one."
         )
     return records
 
 
 def _trained_on(config: Mapping[str, Any]) -> set[str]:
-    """SHA-256 of the files that the heads were trained on, as their config says."""
+    """SHA-256 of the files that the heads were trained on, according to their config."""
     extra = config.get("medusa")
     entries = extra.get("provenance") if isinstance(extra, Mapping) else None
     return {
-        entry["data"][0]["sha256"]  # further ones are held out
+        entry["data"][0]["sha256"]  # others are held out
         for entry in (entries if isinstance(entries, list) else [])
         if entry.get("command", [])[1:2] == ["train"] and entry.get("data")
     }
@@ -194,7 +194,7 @@ def _summarise(
     """The summary for the heads' config.json, plain JSON; ``tree`` is the tree of the walks.
 
     ``calibration_error`` is the ECE of each head's choices, best first; ``temperature`` of ``fit``
-    is what a head's logits are to be divided by for its confidence to be right.
+    is the divisor of a head's logits that calibrates its confidence.
     """
     sampled = ~np.isnan(observations.temperatures)
     lengths = np.diff(observations.offsets)

@@ -1,6 +1,6 @@
 """Choose the best draft tree for calibrated heads, and write it into their config.
 
-Estimates on the texts that a tree was built from are too high. So besides the tree from all texts,
+Estimates on the texts that a tree was built from are biased. So besides the tree from all texts,
 one is built from each half of the prompts and walked on the other half.
 """
 
@@ -35,15 +35,15 @@ class Chosen:
     """A tree and its estimates.
 
     ``walked`` and ``heldout`` are tokens per step with the first 1, 2, .. nodes of the tree: on the
-    texts it was built from, and on other prompts with the tree of that size built without them.
+    texts that it was built from, and on other prompts with a tree of that size built without them.
     """
 
-    observations: Observations  # the calibration that it follows from
+    observations: Observations  # the calibration that it is based on
     paths: list[TreePath]  # best first
     walked: list[float]
-    heldout: list[float] | None  # None: all texts are of one prompt
-    standard_error: float  # of ``walked[-1]``, from prompt to prompt; NaN for one prompt
-    chances: dict[TreePath, float]  # share of the steps that accept each node, the root () included
+    heldout: list[float] | None  # None: all texts have one prompt
+    standard_error: float  # of ``walked[-1]``, over prompts; NaN for one prompt
+    chances: dict[TreePath, float]  # fraction of steps that accept each node, the root () included
 
 
 def choose_tree(
@@ -51,7 +51,7 @@ def choose_tree(
 ) -> Chosen:
     """Build the tree with the most tokens per step for calibrated heads, and save it.
 
-    Raises ValueError: heads without a calibration of theirs, or options that don't go with it.
+    Raises ValueError: the heads have no valid calibration, or options don't match it.
     """
     if options.output:
         refuse_to_replace(options.output, "tree", _is_tree)
@@ -126,7 +126,7 @@ def best_tree(observations: Observations, size: int, max_depth: int | None = Non
 def origin(observations: Observations) -> str:
     """Describe the data of a calibration."""
     temperature = observations.temperature()
-    wrote = "text not by the target" if temperature is None else f"T = {temperature:g}"
+    wrote = "text of other origin" if temperature is None else f"T = {temperature:g}"
     return f"{len(observations.ranks)} positions, {wrote}"
 
 
@@ -151,14 +151,14 @@ def _check(options: TreeOptions, observations: Observations) -> None:
         check_folder(options.heads)
     if (options.max_depth or 0) > observations.num_heads:
         raise CalibrationError(
-            f"--max-depth is {options.max_depth}; there are {observations.num_heads} heads. Ask "
-            "for less."
+            f"--max-depth is {options.max_depth}; there are {observations.num_heads} heads. Pass a "
+            "smaller one."
         )
     digest = observations.source.get("heads")
     if digest is not None and digest != digest_heads(find_checkpoint(options.heads)):
         raise CalibrationError(
-            f"the heads in {options.heads} have changed since they were calibrated, so what is "
-            "known of them is no longer true; run `vllm-medusa calibrate` again."
+            f"the heads in {options.heads} have changed since they were calibrated, so the "
+            "calibration is outdated; run `vllm-medusa calibrate` again."
         )
 
 
@@ -171,7 +171,7 @@ def _title(heads: Path, chosen: Chosen) -> str:
 
 
 def _is_tree(document: dict[str, Any]) -> bool:
-    """Whether this is what --output holds."""
+    """Whether this was written by --output."""
     try:
         read_tree(document)
     except TreeError:

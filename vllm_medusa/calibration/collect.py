@@ -1,7 +1,7 @@
 """Observations of many texts: batched, and resumable after a kill at any time.
 
 Texts are sorted by length, longest first, and batched; each batch's observations are one file in
-the folder of a `vllm_medusa.files.Run` beside the heads, which belongs to what they depend on.
+the folder of a `vllm_medusa.files.Run` beside the heads, bound to the settings.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from vllm_medusa.offline.records import Record
 from vllm_medusa.training.losses import IGNORED
 from vllm_medusa.training.rows import labels_at, pad, split_passes, tokens_after
 
-FOLDER = "calibration.part"  # beside the heads, while calibration runs
-CLOSE_POSITIONS = 4096  # at which temperatures are fitted, by
+FOLDER = "calibration.part"  # next to the heads, while calibration runs
+CLOSE_POSITIONS = 4096  # approximate number used to fit temperatures
 _CLOSE = ("own", "best", "partition", "first", "labelled")
 
 HiddenStates = Callable[[Tensor, Tensor], Tensor]  # ids, mask [B, L] -> [B, L, H]
@@ -35,15 +35,15 @@ Span = tuple[int, int, int]  # text, first position, last + 1
 
 
 def collect(
-    texts: Sequence[Record],  # with the spans that the target wrote
-    heads: MedusaHeads,  # on the device where ids and masks are put
+    texts: Sequence[Record],  # with the spans that the target generated
+    heads: MedusaHeads,  # on the device of ids and masks
     hidden_states: HiddenStates,  # the target up to its LM head; texts are padded on the right
-    lm_head: Logits | None,  # the target's, for heads that store none
-    run: Run,  # where batches are kept until all are done
+    lm_head: Logits | None,  # the target's, if the heads store none
+    run: Run,  # folder of batches until all are done
     *,
-    num_ranks: int = 10,  # R, choices of each head whose confidence is kept
-    end_tokens: Collection[int] = (),  # after which the target writes nothing
-    batch_tokens: int = 4096,  # of a pass, padding included (a longer text goes alone)
+    num_ranks: int = 10,  # R, choices per head to record
+    end_tokens: Collection[int] = (),  # end tokens of the target
+    batch_tokens: int = 4096,  # per forward pass, padding included (longer texts run alone)
     progress: Progress = SILENT,
 ) -> tuple[Observations, list[Fit | None]]:
     """Observe all texts, and fit each head's temperature.
@@ -57,9 +57,9 @@ def collect(
     if total == 0:
         raise CalibrationError(
             f"none of the {len(texts)} records has a generated span of more than "
-            f"{heads.num_heads} tokens, as {heads.num_heads} heads need; generate longer texts."
+            f"{heads.num_heads} tokens, the minimum for these heads; generate longer texts."
         )
-    close = [  # bool [positions] of each span: every so many, from another one on in each
+    close = [  # bool [positions] of each span: every n-th, with another offset in each
         (torch.arange(stop - start) + number) % max(1, total // CLOSE_POSITIONS) == 0
         for number, (_, start, stop) in enumerate(spans)
     ]
@@ -123,5 +123,5 @@ def find_spans(
 def _load(path: Path) -> Seen | None:
     try:
         return Seen(**load_file(path))
-    except (FileNotFoundError, SafetensorError, TypeError):  # torn, if the machine went down
+    except (FileNotFoundError, SafetensorError, TypeError):  # truncated by a crash of the machine
         return None

@@ -1,9 +1,9 @@
 """Calibration error of the heads, and the temperature that corrects it.
 
-A head is calibrated if of the tokens to which it gives probability c a share c is right. The
+A head is calibrated if a fraction c of the tokens to which it gives probability c are correct. The
 expected calibration error (ECE; Guo et al., https://arxiv.org/abs/1706.04599) is the gap between
 the two, averaged over bins of c weighted by their positions. One number for each head, the
-temperature by which its logits are divided, is fitted to the likelihood of the tokens that came.
+temperature that divides its logits, is fitted to the likelihood of the actual tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Floats = npt.NDArray[Any]
 
 
 def calibration_error(confidence: Floats, right: Floats, bins: int = NUM_BINS) -> float:
-    """ECE, from 0 to 1, of confidences [n] and whether the tokens were right [n]; NaN of none."""
+    """ECE, from 0 to 1, of confidences [n] and correctness [n]; NaN if n is 0."""
     if not len(confidence):
         return float("nan")
     place = np.minimum((confidence * bins).astype(np.int64), bins - 1)
@@ -31,12 +31,12 @@ def calibration_error(confidence: Floats, right: Floats, bins: int = NUM_BINS) -
 
 @dataclass(frozen=True)
 class Fit:
-    """One head's temperature: logits are to be divided by it."""
+    """One head's temperature, the divisor of its logits."""
 
     temperature: float
     nll: float  # nats per token, uncorrected
     fitted_nll: float
-    ece: float  # of the best token as it is, on the positions that the fit saw
+    ece: float  # of the best token, uncorrected, on the positions of the fit
     fitted_ece: float
 
 
@@ -46,7 +46,7 @@ def fit_temperature(
     """Fit one head: [m], [m], [m, G], bool [m], bool [m] of `observe.Seen`; None without labels.
 
     The likelihood is known on a grid of temperatures from 1/4 to 4; a parabola through the best
-    three gives the one between. At the grid's end the end is taken.
+    three points interpolates. At an end of the grid, that end is used.
     """
     grid = np.log2(np.array(SHARPNESS))
     known = ~np.isnan(own)

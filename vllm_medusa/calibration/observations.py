@@ -1,9 +1,9 @@
 """Predictions of the heads at every position that decoding could have reached.
 
 Every generated span is a *text*. Head h (0-based) at position t predicts token t + h + 2, so the
-positions of a span [s, e) run from s - 1, whose own next token is the span's first, on. They end
-where the last head has no label any more; where the span ends with an end token, nothing follows
-that a head could have been right about, and positions continue to e - 3, head 0's last label.
+positions of a span [s, e) start at s - 1, whose next token is the span's first. They end
+where the last head has no label; if the span ends with an end token, no text follows
+that a head could predict, and positions continue to e - 3, head 0's last label.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.files import new_path
 from vllm_medusa.heads.eagle import drafter_method
 
-FILE = "calibration.safetensors"  # beside the heads
-NO_LABEL = -1  # a rank: the text ended before
-MISSED = 32767  # a rank: the heads' vocabulary lacks the token
+FILE = "calibration.safetensors"  # next to the heads
+NO_LABEL = -1  # rank of a token beyond the end of the text
+MISSED = 32767  # rank of a token outside the heads' vocabulary
 EAGLE = (
-    "{0} is an EAGLE drafter, which builds a new tree in each step: it has none of its own and is "
-    "not calibrated. Serve it as it is (serve TARGET --speculative-model {0}), or see how much "
-    "faster it is: compare TARGET {0} --prompts FILE."
+    "{0} is an EAGLE drafter, which builds a new tree in each step: it has no tree and is "
+    "not calibrated. Serve it directly (serve TARGET --speculative-model {0}), or measure its "
+    "speed: compare TARGET {0} --prompts FILE."
 )
 
 
@@ -37,12 +37,12 @@ EAGLE = (
 class Observations:
     """Positions of all texts, concatenated; N positions, S texts, K heads."""
 
-    ranks: npt.NDArray[np.int16]  # [N, K] of the token that came; `NO_LABEL`, `MISSED`
+    ranks: npt.NDArray[np.int16]  # [N, K] of the actual token; `NO_LABEL`, `MISSED`
     confidences: npt.NDArray[np.float16]  # [N, K, R] probability of each head's R best tokens
     offsets: npt.NDArray[np.int64]  # [S + 1] first position of each text, and N
-    temperatures: npt.NDArray[np.float32]  # [S] at which it was sampled; NaN: the target didn't
-    prompts: npt.NDArray[np.int64]  # [S] number of its prompt: samples of one prompt share it
-    source: dict[str, Any] = field(default_factory=dict)  # how it was made, plain JSON
+    temperatures: npt.NDArray[np.float32]  # [S] sampling temperature; NaN: not by the target
+    prompts: npt.NDArray[np.int64]  # [S] prompt number, shared by samples of one prompt
+    source: dict[str, Any] = field(default_factory=dict)  # how it was made, as plain JSON
 
     @property
     def num_heads(self) -> int:
@@ -51,7 +51,7 @@ class Observations:
 
     @property
     def num_ranks(self) -> int:
-        """R: choices of each head whose confidence is known."""
+        """R: recorded choices of each head."""
         return self.confidences.shape[2]
 
     @property
@@ -65,13 +65,13 @@ class Observations:
         return [self.ranks[self.offsets[text] : self.offsets[text + 1]] for text in wanted]
 
     def halves(self) -> tuple[list[int], list[int]] | None:
-        """Split the texts by prompts into two halves, every second prompt; None of one prompt."""
+        """Split the texts by prompts into two halves, every second prompt; None for one prompt."""
         first = np.flatnonzero(self.prompts % 2 == 0).tolist()
         second = np.flatnonzero(self.prompts % 2 == 1).tolist()
         return (first, second) if first and second else None
 
     def temperature(self) -> float | None:
-        """The temperature of most positions; None if the target wrote too little of the text."""
+        """The temperature of most positions; None if too little of the text is the target's."""
         lengths = np.diff(self.offsets)
         known = ~np.isnan(self.temperatures)
         if 2 * lengths[known].sum() < lengths.sum():
@@ -91,7 +91,7 @@ class Observations:
     def load(cls, folder: Path) -> Observations:
         """Read what `save` wrote.
 
-        Raises CalibrationError: there is no calibration, or it can't be read.
+        Raises CalibrationError: there is no calibration, or it is unreadable.
         """
         path = folder / FILE
         if not path.is_file():
@@ -114,5 +114,5 @@ def save_arrays(
     path: Path, arrays: Mapping[str, npt.NDArray[Any]], notes: dict[str, str] | None = None
 ) -> None:
     """Write a safetensors file atomically."""
-    with new_path(path) as part:  # a transposed array would be written as it lies in memory
+    with new_path(path) as part:  # a transposed array would be written in memory order
         save_file({n: np.ascontiguousarray(array) for n, array in arrays.items()}, part, notes)

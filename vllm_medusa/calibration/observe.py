@@ -18,8 +18,8 @@ from vllm_medusa.training.losses import draft_labels
 Logits = Callable[[Tensor], Tensor]  # [T, H] -> [T, >= V]
 Array = npt.NDArray[Any]
 
-SHARPNESS = tuple(2.0 ** (step / 8) for step in range(-16, 17))  # 1 / temperatures to be tried
-_ELEMENTS = {"cpu": 1 << 21}  # logits at a time: what caches hold
+SHARPNESS = tuple(2.0 ** (step / 8) for step in range(-16, 17))  # 1 / candidate temperatures
+_ELEMENTS = {"cpu": 1 << 21}  # logits per chunk, to fit in cache
 _MANY = 1 << 26  # on other devices
 
 
@@ -29,11 +29,11 @@ class Seen:
 
     ranks: Array  # int16 [n, K]
     confidences: Array  # float16 [n, K, R]
-    own: Array  # float32 [m, K] logit of the token that came; NaN: none, or not in the vocabulary
+    own: Array  # float32 [m, K] logit of the actual token; NaN: none, or not in the vocabulary
     best: Array  # float32 [m, K] the largest logit
     partition: Array  # float32 [m, K, G] log sum exp of the logits times each of `SHARPNESS`
-    first: Array  # bool [m, K]: the largest logit was the token that came
-    labelled: Array  # bool [m, K]: some token came
+    first: Array  # bool [m, K]: the actual token had the largest logit
+    labelled: Array  # bool [m, K]: a token exists
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from vllm_medusa.options import AtLeastZero, Number, Options, Positive, Source, 
 from vllm_medusa.training.options import MachineOptions
 from vllm_medusa.tree.topology import MAX_NODES
 
-Drafted = Annotated[int, Number(int, 1, MAX_NODES - 1)]  # no tree takes more
+Drafted = Annotated[int, Number(int, 1, MAX_NODES - 1)]  # max of any tree
 
 
 class CalibrateOptions(Options):
@@ -19,7 +19,7 @@ class CalibrateOptions(Options):
     heads: Path = option("the heads' folder", positional=True)
     data: Path = option("records, as JSON lines", "-i")
     on_bad_line: Literal["refuse", "skip"] = option(
-        "refuse: do nothing while the file has a bad line; skip: leave it out", default="refuse"
+        "bad lines: refuse the file, or skip them", default="refuse"
     )
     positions: Positive | None = option(
         "use only the first records, with about N generated tokens", default=None, metavar="N"
@@ -27,7 +27,7 @@ class CalibrateOptions(Options):
     temperature: AtLeastZero | None = option(
         "use only records sampled at this temperature", default=None
     )
-    top_k: Drafted = option("choices of each head looked at", default=10, metavar="R")
+    top_k: Drafted = option("choices per head to measure", default=10, metavar="R")
     machine: MachineOptions = group("machine", factory=MachineOptions)
 
 
@@ -35,8 +35,8 @@ class TreeOptions(Options):
     """Options of `vllm_medusa.calibration.choose.choose_tree` and of `vllm-medusa tree`."""
 
     heads: Path = option("the heads' folder, calibrated", positional=True)
-    num_draft_tokens: Drafted = option("nodes, root excluded", "-n", default=16, metavar="N")
-    max_depth: Positive | None = option("heads used; absent: all", default=None, metavar="D")
-    draw: Path | None = option("a picture: .png, .svg or .pdf", default=None, metavar="FILE")
-    output: Path | None = option("the tree as JSON, too", "-o", default=None, metavar="FILE")
-    dry_run: bool = option("leave the heads' config as it is", default=False)
+    num_draft_tokens: Drafted = option("nodes without the root", "-n", default=16, metavar="N")
+    max_depth: Positive | None = option("heads used (default: all)", default=None, metavar="D")
+    draw: Path | None = option("picture: .png, .svg or .pdf", default=None, metavar="FILE")
+    output: Path | None = option("also write the tree as JSON", "-o", default=None, metavar="FILE")
+    dry_run: bool = option("do not modify the heads' config", default=False)

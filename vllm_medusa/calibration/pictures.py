@@ -10,7 +10,7 @@ from vllm_medusa.files import new_path, require_parent
 from vllm_medusa.tree.topology import Path as TreePath
 
 SUFFIXES = (".png", ".svg", ".pdf")
-_FAINTEST = 1e-3  # chances below look alike
+_FAINTEST = 1e-3  # smaller probabilities look the same
 
 
 def check_picture(path: Path) -> None:
@@ -22,10 +22,10 @@ def check_picture(path: Path) -> None:
             f"{path}: pictures need matplotlib; pip install 'vllm-medusa[train]'."
         ) from None
     if path.is_dir():
-        raise CalibrationError(f"{path} is a folder: name another file for the picture.")
+        raise CalibrationError(f"{path} is a folder: choose another file for the picture.")
     if path.suffix.lower() not in SUFFIXES:
         raise CalibrationError(
-            f"{path}: the suffix {path.suffix!r} is not a kind of picture known here; use "
+            f"{path}: the suffix {path.suffix!r} is not a supported picture format; use "
             f"{', '.join(SUFFIXES)}."
         )
     require_parent(path)
@@ -34,21 +34,21 @@ def check_picture(path: Path) -> None:
 def draw_tree(
     path: Path, paths: Sequence[TreePath], chances: Mapping[TreePath, float], title: str
 ) -> None:
-    """A tree from the root down; the chance that a step reaches a node is its size and colour.
+    """A tree from the root down; size and colour of a node show the probability of reaching it.
 
-    Edges carry the rank of the choice. ``chances`` has every node, the root's is 1.
+    Edges show the rank of the choice. ``chances`` has every node; the root's is 1.
     """
     places = _layout(paths)
     depth = max(len(node) for node in places)
     across = max(x for x, _ in places.values())
     from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure  # no pyplot: nothing global, no display
+    from matplotlib.figure import Figure  # without pyplot: no global state, no display
 
     size = max(7.0, 0.34 * across + 2.5), 1.55 * depth + 1.9
     figure = Figure(figsize=size, layout="constrained")
     axis = figure.subplots()
 
-    nodes = sorted(places, key=lambda node: chances[node])  # the likely ones on top
+    nodes = sorted(places, key=lambda node: chances[node])  # likely nodes on top
     values = [max(_FAINTEST, chances[node]) for node in nodes]
     for node, (x, y) in places.items():
         if node:
@@ -92,8 +92,7 @@ def draw_tree(
     bar = figure.colorbar(drawn, ax=axis, pad=0.01, fraction=0.03)
     bar.set_ticks([0.001, 0.01, 0.1, 1], labels=["0.1 %", "1 %", "10 %", "100 %"])
     axis.set_xlabel(
-        "on the edges: which choice of the head, 0 = best; colour and number: % of steps that "
-        "accept the node",
+        "edges: choice of the head, 0 = best; colour and number: % of steps that accept the node",
         fontsize=9,
     )
     with new_path(path) as part:

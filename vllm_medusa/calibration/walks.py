@@ -1,19 +1,19 @@
 """Walk texts as decoding would: the stop node of each position, and the number of steps.
 
-A *text* is, position by position, the rank that every head gave to the token it had to predict.
+A *text* has, for each position, the rank that every head gave to the token it had to predict.
 Decoding with a tree starts at the first position, accepts the longest path of the tree that agrees
-with the ranks there, continues behind it and ends when it has passed the last position:
+with the ranks there, continues after it and ends when the last position is passed:
 
     step at t:   accept a tokens,   next step at t + 1 + a
     tau        = tokens / steps = sum of (1 + a) / number of steps
 
-For text that the target sampled this is no simulation but decoding itself: lossless sampling
-descends exactly as long as the token that the target draws is a child, and the text holds the
-tokens it drew. (For greedy decoding, walk text decoded greedily.)
+For text that the target sampled, this is exact, not a simulation: lossless sampling
+descends exactly as long as the target's sampled token is a child, and the text has the
+sampled tokens. (For greedy decoding, walk text decoded greedily.)
 
 `walked_tree` grows the tree that needs the fewest steps. Products of the heads' average accuracies
-mislead: they count positions that decoding never stops at, and after an accepted token the next
-head is right far less often than its average says.
+mislead: they count positions where no step starts, and after an accepted token the next head is
+far less accurate than on average.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ import numpy.typing as npt
 
 from vllm_medusa.tree.topology import Path
 
-Ranks = npt.NDArray[np.integer]  # [T, K]; a negative rank is a token that was never written: a miss
+Ranks = npt.NDArray[np.integer]  # [T, K]; a negative rank means no token: a miss
 Ints = npt.NDArray[np.int32]
 
-_BLOCK = 1 << 22  # walkers side by side
+_BLOCK = 1 << 22  # walkers per batch
 
 
 class Walks:
-    """Texts to be walked by a tree that grows by leaves.
+    """Texts walked with a tree that grows leaf by leaf.
 
-    All texts lie in one row, each followed by K + 1 positions at which walks stop.
+    All texts are concatenated, each followed by K + 1 positions at which walks stop.
     """
 
     def __init__(self, texts: Sequence[Ranks], paths: Iterable[Path] = ()) -> None:
-        """Begin with the tree of ``paths``, parents first; without any it is the root alone.
+        """Start with the tree of ``paths``, parents first; if empty, with the root.
 
         Raises ValueError: no text has a position.
         """
         texts = [text for text in texts if len(text)]
         if not texts:
-            raise ValueError("there are no positions to choose a tree by: give longer texts")
+            raise ValueError("the texts have no positions: use longer texts")
         self.num_heads = texts[0].shape[1]
-        texts = sorted(texts, key=len, reverse=True)  # walkers that are done come last
+        texts = sorted(texts, key=len, reverse=True)  # finished walkers are at the end
         room = self.num_heads + 1
         lengths = np.array([len(text) for text in texts])
         ends = np.cumsum(lengths + room)
@@ -56,7 +56,7 @@ class Walks:
         for start, text in zip(self.starts, texts, strict=True):
             self.ranks[start : start + len(text)] = text
             self.jumps[start : start + len(text)] = 1
-        self.stops = np.where(self.jumps > 0, 0, -1).astype(np.int32)  # [P]: node each stops at
+        self.stops = np.where(self.jumps > 0, 0, -1).astype(np.int32)  # [P]: node where each stops
         self.paths: list[Path] = [()]
         self._nodes: dict[Path, int] = {(): 0}
         for path in paths:
@@ -138,7 +138,7 @@ def walked_tree(
 ) -> list[Path]:
     """Grow a tree greedily by the node that shortens the walks of ``texts`` most.
 
-    It has ``num_draft_tokens`` nodes, fewer when the heads offer no more: choices 0 to
+    It has ``num_draft_tokens`` nodes, or fewer if the heads offer fewer: choices 0 to
     ``max_rank - 1`` of the first ``max_depth`` heads (None: all). Candidates are the next choice
     below every node; ties go to the shallower, then the lower path.
 
@@ -166,7 +166,7 @@ def walked_tree(
 def walk_taus(texts: Sequence[Ranks], paths: Sequence[Path], sizes: Sequence[int]) -> list[float]:
     """Tokens per step with the first n draft nodes of ``paths``, parents first, for every size n.
 
-    ``sizes`` ascend; sizes beyond the tree are those of the whole tree.
+    ``sizes`` ascend; a size beyond the tree means the whole tree.
     """
     walks = Walks(texts)
     taus = []

@@ -12,9 +12,9 @@ from vllm_medusa.training.options import TrainOptions
 
 TEXT = """\
 Make heads for a target, from prompts that resemble its workload: the target generates texts for
-the prompts (distill), heads are trained on them (train), their accuracy is measured on texts held
-out (calibrate), the best tree for them is built (tree), and vLLM with these heads is compared with
-plain vLLM on prompts that were not used before (compare). The tree size that is fastest on this
+the prompts (distill), heads are trained on them (train), their accuracy is measured on held-out
+texts (calibrate), the best tree for them is built (tree), and vLLM with these heads is compared
+with plain vLLM on prompts not used before (compare). The tree size that is fastest on this
 machine is saved with the heads.
 ---
 Each stage is also a separate command and is printed before it runs; results and logs are in the
@@ -24,7 +24,7 @@ model.safetensors, as vLLM reads them), report.md with pictures, and report.json
 
 
 def run(options: AdaptOptions, progress: ConsoleProgress) -> int:
-    """Make the heads and print their measurements; 0, or 1 if tokens differ in float32."""
+    """Train the heads and print their measurements; returns 0, or 1 if tokens differ in float32."""
     from vllm_medusa.adapt.pipeline import adapt
 
     done = adapt(options, _training(options), progress, invocation())

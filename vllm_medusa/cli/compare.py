@@ -10,16 +10,16 @@ from vllm_medusa.cli.console import ConsoleProgress, invocation, stdout_console
 from vllm_medusa.offline.options import CompareOptions
 
 TEXT = """\
-Run the same prompts through plain vLLM and through vLLM with the heads, in turn, once for each size
-of the heads' tree and once with dynamic trees ("automatic"), and report whether all tokens agree,
+Run the same prompts through plain vLLM and through vLLM with the heads, alternating, once for each
+size of the heads' tree and once with dynamic trees ("automatic"), and report whether tokens agree,
 the tokens per verification step (tau) and the throughput ratio. The exit status is 1 if a token
 differs in float32.
 ---
-Of records of `distill` the prompts are the tokens before the first generated span. Each distinct
-prompt is used once, and every request has a seed of its own.
+If the prompts are records of `distill`, the tokens before the first generated span are used. Each
+distinct prompt is used once, and every request has its own seed.
 
-A tree is listed best node first, so its first N nodes are the tree of that budget. Both engines
-take turns, so a ratio is meaningful on a busy machine too; tokens per second are not."""
+A tree lists the best nodes first, so its first N nodes are the tree of that budget. Both engines
+alternate, so a ratio is meaningful even on a busy machine; tokens per second are not."""
 
 
 def run(options: CompareOptions, progress: ConsoleProgress) -> int:
@@ -40,7 +40,7 @@ def table(document: dict[str, Any]) -> Table:
     """Return the table for a terminal."""
     from vllm_medusa.offline import comparison
 
-    result = Table(title=f"beside plain vLLM, {document['dtype']}", title_justify="left")
+    result = Table(title=f"compared with plain vLLM, {document['dtype']}", title_justify="left")
     for column in comparison.COLUMNS:
         result.add_column(column, justify="right")
     for row in comparison.all_rows(document):

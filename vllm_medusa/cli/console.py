@@ -13,8 +13,8 @@ from rich.progress import Progress as Bars
 
 from vllm_medusa.job import JobFailed, Progress, duration
 
-_PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
-_DRAWN_SECONDS = 0.1  # between drawings of the bars where there is one
+_PLAIN_SECONDS = 10.0  # between progress lines without a terminal
+_DRAWN_SECONDS = 0.1  # between redraws of the bars on a terminal
 
 
 class Pace:
@@ -62,7 +62,7 @@ class ConsoleProgress(Progress):
         self.console.print(escape(text), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Print a line with a yellow word before it."""
+        """Print a line after a yellow "warning"."""
         self.console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
     def at(self, what: str, done: float, total: float | None, text: str = "") -> None:
@@ -94,7 +94,7 @@ class ConsoleProgress(Progress):
 
 
 def run_job(job: Callable[[ConsoleProgress], int], *, interrupted: str) -> int:
-    """Run a command's job and return its exit status: its own, 1 or 2 with an error, or 130.
+    """Run a command's job and return the exit status: its own, 1 or 2 with an error, or 130.
 
     ``interrupted`` is the message on Ctrl-C, such as "the same command resumes".
     """

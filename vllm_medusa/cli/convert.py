@@ -1,4 +1,4 @@
-"""`vllm-medusa convert`: heads from any known format to any other."""
+"""`vllm-medusa convert`: convert heads between formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ formats:
   v2            the residual blocks alone; the target's LM head is used
   tgi           Text Generation Inference
   tensorrt-llm  TensorRT-LLM
-of EAGLE-3 drafters (also native):
+for EAGLE-3 drafters (also native):
   safeailab     the reference's pytorch_model.bin
   specforge     SpecForge and SGLang; --target determines layer indices
   speculators   vLLM's speculators library"""

@@ -92,7 +92,7 @@ def _parser(each: Described) -> Callable[[str], Any]:
 
 def _path(text: str) -> Path:
     if not text.strip():  # which `Path` takes for the current folder
-        raise ValueError("the name is empty; name a file or folder, . for the current one")
+        raise ValueError("the name is empty; name a file or folder, or . for the current folder")
     return Path(text)
 
 

@@ -63,6 +63,6 @@ def _conclude(done: Generated | Distilled, what: str, progress: ConsoleProgress)
         return 0
     progress.note(
         f"{plural(done.failed, 'prompt')} could not be run, and the lines have an 'error'. To try "
-        "again, remove these lines and repeat the command."
+        "again, remove these lines and run the command again."
     )
     return 1

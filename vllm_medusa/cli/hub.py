@@ -34,26 +34,24 @@ def _find(name: str, progress: Progress) -> None:
     try:
         cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
     except HFValidationError:
-        raise ValueError(
-            f"{name}: no such folder or file, and not a name of the hub either."
-        ) from None
+        raise ValueError(f"{name}: no such folder or file, and not a hub name.") from None
     if constants.HF_HUB_OFFLINE and cached:
         return
-    progress.note(f"{name}: no such folder here; looking it up on the Hugging Face hub")
+    progress.note(f"{name}: no such local folder; looking it up on the Hugging Face hub")
     try:
         HfApi().model_info(name, timeout=_SECONDS)
     except RepositoryNotFoundError:
         raise ValueError(
-            f"{name}: no such folder, and the hub has no model of that name, or only for users "
+            f"{name}: no such folder, and the hub has no such model, or only for users "
             "with access: correct the name, or log in with `hf auth login`."
         ) from None
     except Exception as error:  # network errors of any library
         if not cached:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
-                f"{name}: no such folder, and the Hugging Face hub can't be reached "
-                f"({reason:.200}). Give the folder of a model, or get it where there is a network: "
+                f"{name}: no such folder, and the Hugging Face hub is unreachable "
+                f"({reason:.200}). Pass a model's folder, or download it on a connected machine: "
                 f"hf download {name} --local-dir FOLDER."
             ) from None
-        progress.note(f"the hub can't be reached; using {name} as it is in the cache")
+        progress.note(f"the hub is unreachable; using the cached {name}")
         use_hub_cache()

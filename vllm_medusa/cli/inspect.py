@@ -32,7 +32,7 @@ class InspectOptions(Options):
     """Options of `vllm-medusa inspect`."""
 
     path: Source = option("the heads: a folder, a file or a hub name", positional=True)
-    target: Source | None = option("the model they are meant for", default=None)
+    target: Source | None = option("the target model to check against", default=None)
     revision: str | None = option("branch, tag or commit of a hub name", default=None)
     json: bool = option("for programs", default=False)
 
@@ -76,7 +76,7 @@ def _something_else(path: Path) -> str | None:
             if file.read(4) == b"GGUF":
                 return (
                     f"{gguf}: a GGUF file, a whole model in llama.cpp's format, neither heads nor "
-                    "a target that can be served here. Use the model that it was made from, or "
+                    "a supported target. Use the model that it was made from, or "
                     "save it as a folder: AutoModelForCausalLM.from_pretrained(FOLDER, "
                     "gguf_file=NAME).save_pretrained(TARGET), and its tokenizer likewise."
                 )
@@ -87,8 +87,8 @@ def _something_else(path: Path) -> str | None:
         with contextlib.suppress(SafetensorError), safe_open(weights, "np") as file:
             if "packed" in (file.metadata() or {}):
                 return (
-                    f"{path}: a drafter packed as int8 for the demo, which no engine loads. `make "
-                    "demo` unpacks it: use the folder of that name in .demo/drafters."
+                    f"{path}: a drafter packed as int8 for the demo; engines can't load it. `make "
+                    "demo` unpacks it: use the folder of the same name in .demo/drafters."
                 )
     return None
 
@@ -136,7 +136,7 @@ def _lines(document: dict[str, Any], target: str | None) -> Iterator[str]:
         if key not in ("source", "fits", "checks", "damage", "tree", "medusa"):
             yield f"  {key:20} {_short(value)}"
     if "tree" in document:
-        yield f"  {'tree':20} {f'{len(tree)} draft nodes' if tree else 'none of its own'}"
+        yield f"  {'tree':20} {f'{len(tree)} draft nodes' if tree else 'none'}"
         yield from (f"    {line}" for line in sketch_tree(tree or [])[1 : _SHOWN_NODES + 1])
     for key, value in medusa.items():
         if key == "provenance" and isinstance(value, list):
@@ -152,7 +152,7 @@ def _lines(document: dict[str, Any], target: str | None) -> Iterator[str]:
     for check in document["checks"]:
         yield f"{_MARKS[check['verdict']]}{check['name']}: {check['text']}"
         if check["verdict"] == "unknown":
-            unsure = ", as far as can be told"
+            unsure = ", as far as is known"
     if target is not None:
         yield f"{target}: {f'it fits{unsure}' if document['fits'] else 'IT DOES NOT FIT'}"
 

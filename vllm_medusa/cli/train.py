@@ -22,14 +22,14 @@ Data: JSON lines with "token_ids" and "generated" (distill's records), "messages
 (ShareGPT; assistant turns are trained) or "text" (all of it is).
 
 Output: model.safetensors and config.json as vLLM reads them, training/log.jsonl (a line for each
-step and each measurement), training/curves.png and training/heldout.jsonl, the records held out:
-calibrate on these. Until the run is complete also training/work with its state."""
+step and each measurement), training/curves.png and training/heldout.jsonl, the held-out records:
+calibrate on these. Until the run is complete, training/work holds its state."""
 
 _RANKS = (1, 2, 3, 5, 10)
 
 
 def run(options: TrainOptions, progress: ConsoleProgress) -> int:
-    """Train, and print quality figures; returns 1 if the target degraded too much."""
+    """Train, and print quality metrics; returns 1 if the target degraded too much."""
     from vllm_medusa.training.train import train
 
     hide_loading_bars()
@@ -71,7 +71,7 @@ def _quality(quality: dict[str, Any], bounds: dict[str, Any]) -> Table:
     for words, name, form, bound in (
         ("KL(original || new), nats per token", "kl", ".4g", "max_kl"),
         ("KL(new || original)", "reverse_kl", ".4g", ""),
-        ("same likeliest token", "top1_agreement", ".2%", ""),
+        ("same top-1 token", "top1_agreement", ".2%", ""),
         ("perplexity before", "perplexity_before", ".4f", ""),
         ("perplexity after", "perplexity_after", ".4f", ""),
         ("after / before", "perplexity_ratio", ".4f", "max_perplexity_ratio"),

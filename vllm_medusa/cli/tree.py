@@ -42,16 +42,16 @@ def run(options: TreeOptions, progress: ConsoleProgress) -> int:
         table.add_row(str(nodes), f"{chosen.walked[nodes - 1]:.3f}", heldout)
     out.print(table)
     if chosen.heldout is None:
-        out.print("All texts are of one prompt: nothing could be held out.", style="yellow")
+        out.print("All texts have the same prompt: nothing could be held out.", style="yellow")
     if not math.isnan(chosen.standard_error):
         out.print(
             f"{size} nodes: tau {chosen.walked[-1]:.3f} +- {chosen.standard_error:.3f} (standard "
-            "error over the prompts): expect so much difference on others like them.",
+            "error over prompts): expect such a difference on similar prompts.",
             soft_wrap=True,
         )
     more = "" if size <= _SKETCHED else f" (the best {_SKETCHED} of {size})"
     out.print(
-        f"\nchoices of the heads, and the share of steps that accept them{more}:", soft_wrap=True
+        f"\nchoices of the heads, with the share of steps that accept them{more}:", soft_wrap=True
     )
     sketch = sketch_tree(chosen.paths[:_SKETCHED], chosen.chances)
     out.print("\n".join(sketch), markup=False)

@@ -4,7 +4,7 @@ All have the same tensors. SafeAILab calls the layer ``midlayer`` and stores pic
 calls it ``layers.0``. Which of the target's layers are read is in
 ``eagle_aux_hidden_state_layer_ids``: at the top of the config, where vLLM reads it first, a number
 means that layer's input. SpecForge's ``eagle_config`` numbers outputs if the first is 1, as SGLang
-reads it; without numbers both take the same default.
+reads it; without numbers both use the same default.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from vllm_medusa.heads.eagle import LAYER_IDS, bare_names, default_layers, flat_
 from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.heads.model import HeadsError
 
-DRAFTER_FORMATS = {  # name of the layer, the file, and the architecture in the config
+DRAFTER_FORMATS = {  # layer name, file name, and architecture in the config
     "native": ("midlayer.", "model.safetensors", "LlamaForCausalLMEagle3"),
     "safeailab": ("midlayer.", "pytorch_model.bin", "LlamaForCausalLM"),
     "specforge": ("midlayer.", "model.safetensors", "LlamaForCausalLMEagle3"),
     "speculators": ("layers.0.", "model.safetensors", "LlamaForCausalLM"),
 }
 _LAYER = "layers.0."  # as vLLM calls it, see `bare_names`
-_DRAFTED = 5  # tokens that speculators' config has to name; servers can be told another number
+_DRAFTED = 5  # number of tokens required in speculators' config; servers can override it
 _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -35,21 +35,21 @@ def write_drafter(to: str, files: CheckpointFiles, target: CheckpointFiles | Non
 
     Raises:
         HeadsError: An EAGLE-1 drafter, more than one layer, values that are not finite, or
-            something that the layout has no place for.
+            something that the layout does not support.
 
     """
     tensors, notes = _read_tensors(files), list[str]()
     config = _read_config(files, notes)
     if config.get("draft_vocab_size") in (None, config.get("vocab_size")) and "d2t" in tensors:
         if bool(tensors["d2t"].any()):
-            raise HeadsError(f"{files.label}: its d2t renames tokens of a whole vocabulary")
+            raise HeadsError(f"{files.label}: its d2t permutes a full vocabulary")
         tensors = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
-        notes.append("its d2t, of a whole vocabulary, is left out: vLLM has no place for it")
+        notes.append("its d2t, of a full vocabulary, is omitted: vLLM does not support it")
     variants = [key for key in _VARIANTS if config.get(key)]
     if to in ("safeailab", "specforge") and variants:
         name = {"safeailab": "SafeAILab's code", "specforge": "SpecForge"}[to]
         raise HeadsError(
-            f"{files.label} is built with {', '.join(variants)}, which {name} does not know. Take "
+            f"{files.label} uses {', '.join(variants)}, which {name} does not support. Use "
             "native or speculators"
         )
     layer, file, architecture = DRAFTER_FORMATS[to]
@@ -72,44 +72,44 @@ def _read_tensors(files: CheckpointFiles) -> dict[str, Tensor]:
     found = names.values()
     if not any(name.startswith(_LAYER) for name in found) or "lm_head.weight" not in found:
         raise HeadsError(
-            f"{files.label} is not an EAGLE-3 drafter of one layer with an LM head. Those of "
+            f"{files.label} is not an EAGLE-3 drafter of one layer with an LM head. Drafters of "
             "EAGLE-1 and 2 have one layout, which needs no conversion"
         )
     if any(name.startswith("layers.") and not name.startswith(_LAYER) for name in found):
-        raise HeadsError(f"{files.label} has several layers, for which no other layout has a place")
+        raise HeadsError(f"{files.label} has several layers, which no other layout supports")
     return {names[name]: tensor for name, tensor in files.finite_tensors(names)}
 
 
 def _read_config(files: CheckpointFiles, notes: list[str]) -> dict[str, Any]:
-    """A drafter's config, flat, with the layers' numbers at the top."""
+    """A drafter's config, flat, with the layer numbers at the top level."""
     config = flat_config(files.config)
     nested = config.pop("eagle_config", None) or {}
     if not isinstance(nested, Mapping) or not nested.get("use_aux_hidden_state", True):
-        raise HeadsError(f"{files.label} reads the last state only, which is not converted")
+        raise HeadsError(f"{files.label} reads only the last hidden state, which is not supported")
     if LAYER_IDS not in config and (ids := nested.get(LAYER_IDS)):
         outputs = ids[0] == 1
         config[LAYER_IDS] = [layer + outputs for layer in ids]
         notes.append(
-            f"its eagle_config names the layers {ids}, taken for the "
-            f"{'outputs' if outputs else 'inputs'} of layers, as SGLang takes them"
+            f"its eagle_config has the layers {ids}, read as the "
+            f"{'outputs' if outputs else 'inputs'} of layers, as in SGLang"
         )
     return config | {key: nested[key] for key in _VARIANTS if key in nested and key not in config}
 
 
 def _eagle_config(layers: list[int] | None, depth: int | None, notes: list[str]) -> dict[str, Any]:
-    """SpecForge's; ``depth`` is the target's number of layers, if that is known."""
+    """SpecForge's config; ``depth`` is the target's number of layers, if known."""
     if not layers or (depth is not None and layers == default_layers(depth)):
         return {"use_aux_hidden_state": True}
     if layers[0] != 2:
         notes.append(
             f"it reads the inputs of layers {layers}: SGLang numbers outputs, newer versions only "
-            "where the first is 1; check what your version's log says"
+            "if the first is 1; check the log of your version"
         )
     return {"use_aux_hidden_state": True, LAYER_IDS: [layer - 1 for layer in layers]}
 
 
 def _speculators_config(config: dict[str, Any], target: str) -> dict[str, Any]:
-    """VLLM's own training library's; its name of the target may need a correction."""
+    """The config of vLLM's speculators library; its target name may need correction."""
     outside = {"medusa", "base_model_name_or_path", "target_hidden_size", LAYER_IDS}
     apart = {*outside, "draft_vocab_size", *_VARIANTS}
     inner = {key: value for key, value in config.items() if key not in apart}

@@ -1,10 +1,10 @@
-"""Medusa heads in each format; a row of `FORMATS` describes its content.
+"""Medusa heads in each format; a row of `FORMATS` describes its contents.
 
 v1 is what the reference's loader reads; its config does not state the sizes, which come from the
-target's. Stock vLLM 0.32 (``models/medusa.py``) leaves what it is not given at random and ignores
-what it has no place for; it reads v2 too, with random LM heads: give it ``vllm``. TGI
+target's. Stock vLLM 0.32 (``models/medusa.py``) leaves missing tensors random and ignores
+unknown ones; it also reads v2, with random LM heads, so use ``vllm``. TGI
 (``layers/medusa.py``) uses the target's LM head only for heads of one layer, and takes a config
-with "architectures" for another kind of speculator. ``native`` is what `heads.checkpoint` writes.
+with "architectures" for another kind of speculator. ``native`` is written by `heads.checkpoint`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vllm_medusa.heads.model import HeadsError
 
 @dataclass(frozen=True)
 class Format:
-    """The content of a format."""
+    """The contents of a format."""
 
     file: str
     spelling: str  # a key of `heads.formats.NAMES`
     lm_heads: Literal["as stored", "one", "each", "none", "each or shared"]
-    biases: bool = True  # of the layers: needed
-    token_map: bool = False  # allowed
-    lm_head_bias: bool = False  # allowed
+    biases: bool = True  # whether the layers must have biases
+    token_map: bool = False  # whether it is allowed
+    lm_head_bias: bool = False  # whether it is allowed
 
 
 _PICKLE, _SAFETENSORS, _OURS = (
@@ -49,7 +49,7 @@ FORMATS = {
     "tensorrt-llm": Format(_PICKLE, "v1", "each"),
 }
 ONE = Slot("lm_head", None)  # the LM head of all heads
-# An LM head by what architectures call it; the input embeddings serve where they are tied.
+# Names of LM heads by architecture; the input embeddings if they are tied.
 _LM_HEAD = re.compile(r"(?:.+\.)?(?:lm_head|embed_out|output)\.weight")
 _EMBEDDINGS = re.compile(
     r"(?:.+\.)?(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight"
@@ -70,41 +70,41 @@ def write_heads(to: str, info: HeadsInfo, target: CheckpointFiles | None) -> Out
     """Write heads in a format, a key of `FORMATS`.
 
     Raises:
-        HeadsError: Values that are not finite, something that the format has no place for, or a
-            target that is needed for its LM head.
+        HeadsError: Non-finite values, something that the format does not support, or a
+            missing target whose LM head is needed.
 
     """
     form, label = FORMATS[to], info.files.label
     if info.token_map and not form.token_map:
         raise HeadsError(
-            f"{label} scores only {info.draft_vocab_size} tokens (token_map); {to} has no place "
-            "for that. Take native or vllm"
+            f"{label} scores only {info.draft_vocab_size} tokens (token_map); {to} does not "
+            "support that. Use native or vllm"
         )
     if info.lm_head_bias and not form.lm_head_bias:
         raise HeadsError(
-            f"{label} has LM heads with biases; {to} has no place for them. Take native"
+            f"{label} has LM heads with biases, which {to} does not support. Use native"
         )
     slots, notes = {name: slot for slot, name in info.names.items()}, list[str]()
     tensors = {slots[name]: tensor for name, tensor in info.files.finite_tensors(slots)}
     if form.biases and info.num_layers and not info.bias:
         for slot in [slot for slot in tensors if slot.part == "layer"]:
             tensors[slot._replace(kind="bias")] = tensors[slot].new_zeros(info.hidden_size)
-        notes.append("biases of zeros were added to layers that had none")
+        notes.append("zero biases were added to layers without biases")
     rule = form.lm_heads
     if rule == "each or shared":
         rule = "each" if info.num_lm_heads or info.num_layers != 1 else "none"
     if rule == "one" and not info.num_lm_heads:
         tensors[ONE] = _target_rows(info, target)
-        notes.append("a copy of the target's LM head was stored: the heads share it")
+        notes.append("a copy of the target's LM head, which the heads share, was added")
     elif rule == "each" and (not info.num_lm_heads or ONE in tensors):
         rows = tensors.pop(ONE) if ONE in tensors else _target_rows(info, target)
         tensors |= {Slot("lm_head", head): rows for head in range(info.num_heads)}
         whose = "the one" if info.num_lm_heads else "the target's"
-        notes.append(f"each head was given a copy of {whose} LM head, which they share")
+        notes.append(f"each head has a copy of {whose} LM head, which they share")
     elif rule == "none" and info.num_lm_heads:
         _require_copies(info, tensors, target)
         tensors = {slot: t for slot, t in tensors.items() if slot.part != "lm_head"}
-        notes.append("the stored LM heads are the target's own: left out")
+        notes.append("the stored LM heads equal the target's: omitted")
     if to == "vllm":
         notes += _for_stock_vllm(info, tensors)
     vocab = info.vocab_size
@@ -118,7 +118,7 @@ def write_heads(to: str, info: HeadsInfo, target: CheckpointFiles | None) -> Out
         draft_vocab = len(tensors[TOKEN_MAP]) if info.token_map else vocab
         config |= {**sizes, "truncated_vocab_size": draft_vocab}
         if vocab is None:
-            notes.append("the vocabulary's size is not known, and not recorded: give --target")
+            notes.append("the vocabulary size is unknown and was not recorded: pass --target")
     else:
         config = {"medusa_num_heads": info.num_heads, "medusa_num_layers": info.num_layers, **sizes}
         if to == "v2":
@@ -136,10 +136,10 @@ def write_heads(to: str, info: HeadsInfo, target: CheckpointFiles | None) -> Out
 def _require_copies(
     info: HeadsInfo, tensors: dict[Slot, Tensor], target: CheckpointFiles | None
 ) -> None:
-    """Raise unless the stored LM heads are the target's, bit for bit, and layers are left."""
-    against = "give --target to compare"
+    """Raise unless the stored LM heads equal the target's, bit for bit, and there are layers."""
+    against = "pass --target to compare"
     if target is not None:
-        against = f"they are not those of {target.label}, bit for bit and of the same dtype"
+        against = f"they are not bitwise equal to those of {target.label} in values and dtype"
         rows = _target_rows(info, target)
         stored = [t for slot, t in tensors.items() if slot.part == "lm_head"]
         if info.num_layers and all(
@@ -149,9 +149,9 @@ def _require_copies(
         ):
             return
     raise HeadsError(
-        f"{info.files.label} stores LM heads of its own, for which this format has no place: they "
-        f"can only be left out where they are copies of the target's ({against}), beside "
-        "residual layers. Take another format"
+        f"{info.files.label} stores its own LM heads, which this format does not support: they "
+        f"can only be omitted if they are copies of the target's ({against}) next to "
+        "residual layers. Use another format"
     )
 
 
@@ -161,41 +161,41 @@ def _for_stock_vllm(info: HeadsInfo, tensors: dict[Slot, Tensor]) -> list[str]:
     if info.token_map and ONE not in tensors:
         if info.num_heads > 1:
             raise HeadsError(
-                f"{info.files.label} has a token_map beside one LM head for each head, which stock "
-                "vLLM 0.32 can't load. Take native"
+                f"{info.files.label} has a token_map and one LM head per head, which stock "
+                "vLLM 0.32 can't load. Use native"
             )
-        tensors[ONE] = tensors.pop(lm_heads[0])  # only "the one for all" may be truncated
+        tensors[ONE] = tensors.pop(lm_heads[0])  # vLLM allows truncation only of a single LM head
     padding = len(tensors[lm_heads[0]]) - (info.vocab_size or 0) if not info.token_map else 0
     if padding <= 0 or info.vocab_size is None:
         return []
     for slot in lm_heads:
         tensors[slot] = tensors[slot][: info.vocab_size]
-    return [f"{padding} padding rows of each LM head were cut: vLLM refuses them"]
+    return [f"{padding} padding rows of each LM head were removed: vLLM rejects them"]
 
 
 def _target_rows(info: HeadsInfo, target: CheckpointFiles | None) -> Tensor:
-    """A copy of the target's LM head for heads that share it: [V_draft, H]."""
+    """A copy of the target's LM head, for heads that share it: [V_draft, H]."""
     if target is None:
         raise HeadsError(
             f"{info.files.label} shares the target's LM head and stores none; this format needs a "
-            "copy of it. Name the target by --target"
+            "copy of it. Pass --target"
         )
     rows, mapped = target_lm_head(target), info.read_token_map()
     needed = max(info.vocab_size or 0, 0 if mapped is None else int(mapped.max()) + 1)
     if len(rows) < needed:
         raise HeadsError(
             f"{info.files.label} needs an LM head of {needed} tokens; that of {target.label} has "
-            f"{len(rows)}. Give the target of these heads"
+            f"{len(rows)}. Pass the target of these heads"
         )
     return rows if mapped is None else rows[mapped]
 
 
 def target_lm_head(target: CheckpointFiles) -> Tensor:
-    """A target's LM head [V, H] in its own dtype, padding rows left out.
+    """A target's LM head [V, H] in its own dtype, without padding rows.
 
     Raises:
-        HeadsError: There is none by a known name, it is quantised, or it has a bias, which a copy
-            beside heads would lose.
+        HeadsError: There is none of a known name, it is quantized, or it has a bias, which a copy
+            in heads would lose.
 
     """
     tied = target.config.get("tie_word_embeddings")
@@ -206,19 +206,19 @@ def target_lm_head(target: CheckpointFiles) -> Tensor:
     found = [name for name in found if not re.search(r"\.\d+\.", name)]
     if not found:
         raise HeadsError(
-            f"target {target.label!r}: no tensor is named like an LM head or embeddings "
-            "(lm_head.weight, model.embed_tokens.weight). Is it quantised, or part of a model?"
+            f"target {target.label!r}: no tensor has the name of an LM head or embeddings "
+            "(lm_head.weight, model.embed_tokens.weight). Is the model quantized or incomplete?"
         )
     bias = f"{found[0].removesuffix('weight')}bias"
     if bias in target.files:
         raise HeadsError(
             f"target {target.label!r}: its LM head has a bias ({bias!r}), which a copy would "
-            "lose. Take the format native, which needs no copy"
+            "lose. Use the format native, which needs no copy"
         )
     ((_, weight),) = target.tensors(found[:1])
     if weight.dtype not in FLOATS or weight.dim() != 2:
         raise HeadsError(
             f"target {target.label!r}: {found[0]!r} is {weight.dtype} {list(weight.shape)}, not a "
-            "plain matrix: quantised LM heads are not copied. Give the original model"
+            "plain matrix: quantized LM heads are not copied. Pass the original model"
         )
     return weight[: config_sizes(target.config)["vocab_size"]].clone()

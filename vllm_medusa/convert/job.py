@@ -46,12 +46,12 @@ class Conversion:
 def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = None) -> Conversion:
     """Write heads in another format.
 
-    An output that exists is replaced only with ``overwrite``, and only if it holds heads and
-    nothing else. ``provenance`` is an entry to append to the heads' own.
+    An existing output is replaced only with ``overwrite``, and only if it holds heads and
+    nothing else. ``provenance`` is an entry to append to that of the heads.
 
     Raises:
-        HeadsError: heads that can't be read, or that the format can't express.
-        FileRefused: an output that exists or can't be made. Nothing is written in either case.
+        HeadsError: heads that are unreadable, or not supported by the format.
+        FileRefused: an output that exists or can't be created. Nothing is written in either case.
 
     """
     source, output = options.source, options.output
@@ -92,7 +92,7 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
     if info is not None and info.includes_base:
         warnings.append(
             "These heads were trained together with the model in the same checkpoint, which "
-            "differs from the one it was made from: serve them with that one. "
+            "differs from its original: serve them with that model. "
             f"AutoModelForCausalLM.from_pretrained({str(source)!r}).save_pretrained(FOLDER) writes "
             "it alone."
         )
@@ -104,7 +104,7 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
 
 
 def _check_output(options: ConvertOptions) -> None:
-    """Refuse an output that exists, holds anything but heads, or overlaps the source."""
+    """Refuse an output that exists, has other contents than heads, or overlaps the source."""
     path = options.output
     place = path.resolve()
     for name in filter(None, (options.source, options.target)):
@@ -112,15 +112,15 @@ def _check_output(options: ConvertOptions) -> None:
         folder = (read.parent if read.is_file() else read).resolve()
         if place == folder or (read.is_dir() and place.is_relative_to(folder)):
             raise HeadsError(
-                f"{path} is, or lies in, {folder}, which is being read: give an output elsewhere"
+                f"{path} is, or is inside, {folder}, which is being read: choose another output"
             )
     if not path.exists() and not path.is_symlink():
         return
     if not options.overwrite:
-        raise HeadsError(f"{path} exists: give another output, or --overwrite to replace it")
+        raise HeadsError(f"{path} exists: choose another output, or pass --overwrite to replace it")
     if not path.is_dir() or path.is_symlink():
         raise HeadsError(
-            f"{path} is not a folder, and --overwrite replaces folders of heads only: give another "
+            f"{path} is not a folder, and --overwrite only replaces such folders: choose another "
             "output"
         )
     refuse_strangers(path, ("config.json", *_WEIGHTS))
@@ -133,8 +133,8 @@ def _check_output(options: ConvertOptions) -> None:
             alone = False
         if not alone:
             raise HeadsError(
-                f"{file} is, or holds, something else than heads, and --overwrite replaces nothing "
-                "else: give another output, or move it away"
+                f"{file} has contents other than heads, and --overwrite replaces nothing "
+                "else: choose another output, or move it away"
             )
 
 
@@ -146,7 +146,7 @@ def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
     for name, tensor in tensors.items():
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         key = same if pickled else name
-        if key not in own:  # without the memory that it may be a view of
+        if key not in own:  # without the memory behind a view
             own[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
         kept[name] = own[key]
     with new_path(path) as part:

@@ -22,11 +22,11 @@ class ConvertOptions(Options):
         "safeailab",
         "specforge",
         "speculators",
-    ] = option("the format to write; the last three, and native, of EAGLE-3 drafters")
+    ] = option("the format to write; for EAGLE-3 drafters the last three, or native")
     output: Path = option("the folder to write", "-o")
     target: Source | None = option(
-        "the model of these heads, for a copy of its LM head, its sizes and its fingerprint",
+        "the heads' target, for its LM head, sizes and fingerprint",
         default=None,
     )
     revision: str | None = option("branch, tag or commit of a hub name", default=None)
-    overwrite: bool = option("replace an output that holds nothing but heads", default=False)
+    overwrite: bool = option("replace an output that only contains heads", default=False)

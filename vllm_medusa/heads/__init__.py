@@ -1,6 +1,6 @@
 """Medusa and Hydra heads, EAGLE-3 drafters, and their checkpoints.
 
-The names of checkpoints are imported on first use, so that running heads needs only torch.
+Names related to checkpoints are imported on first use, so that running heads needs only torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Folders of heads and drafters: what they hold, whether it fits a target, reading and writing.
+"""Folders of heads and drafters: their contents, whether they fit a target, reading and writing.
 
-Strict: nothing is dropped, guessed or left at random. What we write, stock vLLM 0.32 can read: a
-``model.safetensors`` (names as the ``vllm`` row of `formats`) and a ``config.json``, where what
-vLLM has no field for is under ``"medusa"``: the tree, the provenance. Two limits are vLLM's: heads
-that use the target's LM head need a copy of it (``convert --to vllm``), and a token map beside one
-LM head for each head fails an assertion there.
+Strict: nothing is dropped, guessed or left random. Stock vLLM 0.32 can read what is saved here: a
+``model.safetensors`` (names as in the ``vllm`` row of `formats`) and a ``config.json``, where
+fields that vLLM lacks are in ``"medusa"``: the tree, the provenance. Two limits are vLLM's: heads
+that use the target's LM head need a copy of it (``convert --to vllm``), and a token map with one
+LM head per head fails an assertion there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NO: Verdict = "does not fit"
 
 @dataclass(frozen=True)
 class HeadsInfo:
-    """What a checkpoint holds, from names, headers and ``config.json``: no weight is read.
+    """The contents of a checkpoint, from names, headers and ``config.json``; weights are not read.
 
     Sizes come from the tensors, not from ``config.json``.
     """
@@ -57,14 +57,14 @@ class HeadsInfo:
     num_heads: int
     num_layers: int
     hidden_size: int
-    vocab_size: int | None  # the target's; None: the checkpoint does not say
-    draft_vocab_size: int | None  # tokens the heads score; None: as many as the target has
+    vocab_size: int | None  # the target's; None: not in the checkpoint
+    draft_vocab_size: int | None  # tokens that the heads score; None: all of the target's
     bias: bool  # of the residual layers
-    num_lm_heads: int  # num_heads, 1, or 0: the target's
+    num_lm_heads: int  # num_heads, 1, or 0 for the target's
     lm_head_bias: bool
     lm_head_rows: int | None  # as stored, padding included; None: nothing stored
     token_map: bool
-    dtype: torch.dtype  # that holds every tensor without loss
+    dtype: torch.dtype  # holds every tensor without loss
 
     @property
     def config(self) -> dict[str, Any]:
@@ -78,25 +78,25 @@ class HeadsInfo:
 
     @property
     def tree(self) -> Any | None:
-        """The raw value of the config's ``medusa.tree``."""
+        """The raw value of ``medusa.tree`` in the config."""
         return self.medusa.get("tree")
 
     @property
     def base_model(self) -> str | None:
-        """The target's name, if the config has one."""
+        """The target's name, if it is in the config."""
         base = self.config.get("base_model_name_or_path")
         return base if isinstance(base, str) and base not in ("", "N/A") else None
 
     @property
     def taus(self) -> tuple[float, ...]:
-        """Tokens per step with 1, 2, .. nodes of the heads' own tree; empty: not known."""
+        """Tokens per step with 1, 2, .. nodes of the heads' own tree; empty: unknown."""
         found = self.medusa.get("tree_tokens_per_step")
         numbers = isinstance(found, list) and all(isinstance(tau, int | float) for tau in found)
         return tuple(map(float, found)) if numbers and found else ()
 
     @property
     def sharpness(self) -> tuple[float, ...] | None:
-        """[num_heads] factors on logits that make the heads' confidence right; None: not known.
+        """[num_heads] factors on logits that calibrate the heads' confidence; None: unknown.
 
         `calibrate` writes them to the heads' config.json.
         """
@@ -109,16 +109,16 @@ class HeadsInfo:
 
     @property
     def is_hydra(self) -> bool:
-        """Whether these are Hydra heads, which read the tokens before their own."""
+        """Whether these are Hydra heads, which depend on the preceding tokens."""
         return self.format == "hydra"
 
     @property
     def includes_base(self) -> bool:
-        """Whether the target, which was trained with the heads, is in the same checkpoint."""
+        """Whether the checkpoint includes the target, which was trained with the heads."""
         return self.format == "full"
 
     def read_token_map(self) -> Tensor | None:
-        """The target's id of each draft token, int64 [V_draft]; None: there is no map."""
+        """The target's id of each draft token, int64 [V_draft]; None: no map."""
         if not self.token_map:
             return None
         ((_, stored),) = self.files.tensors([self.names[TOKEN_MAP]])
@@ -129,32 +129,32 @@ def peek_heads(source: str | Path, *, revision: str | None = None) -> HeadsInfo:
     """Describe a checkpoint (folder, file or hub name) without loading its weights.
 
     Raises:
-        HeadsError: Not heads, or a tensor is missing, left over, or of the wrong shape or dtype.
+        HeadsError: Not heads, or a tensor is missing, unexpected, or of the wrong shape or dtype.
 
     """
     return describe(find_checkpoint(source, revision))
 
 
 def describe(files: CheckpointFiles) -> HeadsInfo:
-    """`peek_heads` of files that were found."""
+    """`peek_heads` for files already found."""
     label, config = files.label, files.config
     _refuse_other_drafters(files)
     spelling, prefix, names, left_over = read_names(files.files)
     heads = {slot.head for slot in names if slot.head is not None and slot != TOKEN_MAP}
     if not heads:
         raise HeadsError(
-            f"{label} holds no Medusa head: none of its {len(files.files)} tensors is named like "
-            f"one ({_listing(sorted(files.files))}). Is this the target model? Give the heads' own "
+            f"{label} holds no Medusa head: none of its {len(files.files)} tensors has the name of "
+            f"one ({_listing(sorted(files.files))}). Is this the target model? Pass the heads' "
             "folder or file"
         )
     if spelling == "hydra" and Slot("skip") not in names:
         raise HeadsError(
-            f"{label} has no 'hydra_mlp.0.0.res_connection.weight': these heads don't see tokens "
-            "(the reference calls them not grounded). Give grounded Hydra heads"
+            f"{label} has no 'hydra_mlp.0.0.res_connection.weight': these heads don't read tokens "
+            "(the reference calls them not grounded). Use grounded Hydra heads"
         )
     lm_heads = [slot for slot in names if slot.part == "lm_head"]
     if config.get("original_lm_head") and {s.head for s in lm_heads} == {0} != heads:
-        # vLLM writes the one LM head of all heads as head 0's, with this flag
+        # vLLM stores the shared LM head as head 0's, with this flag
         names |= {slot._replace(head=None): names.pop(slot) for slot in lm_heads}
     num_heads = 1 + max(heads)
     num_layers = 1 + max((slot.layer for slot in names if slot.part == "layer"), default=-1)
@@ -171,12 +171,12 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
     left_over += [name for slot, name in names.items() if slot not in shapes]
     if spelling == "hydra":
         left_over += files.files.keys() - names.values() - {*left_over}
-    problems = [("lacks", missing), ("has left over", left_over)]
+    problems = [("lacks", missing), ("has unexpected", left_over)]
     if missing or left_over:
         listed = " and ".join(f"{what} {_listing(which)}" for what, which in problems if which)
         raise HeadsError(
-            f"{label} {listed} (its names say {num_heads} heads of {num_layers} layers). The file "
-            "is damaged or of a format this version does not read"
+            f"{label} {listed} (its names imply {num_heads} heads, {num_layers} layers). The file "
+            "is damaged, or in a format that this version does not support"
         )
     for slot, spec in specs.items():
         _check_spec(f"{label}: {names[slot]!r}", slot, spec, shapes[slot])
@@ -216,36 +216,35 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
 def _check_spec(name: str, slot: Slot, spec: TensorSpec, shape: tuple[int, ...]) -> None:
     if spec.shape != shape:
         raise HeadsError(
-            f"{name} has shape {list(spec.shape)}; beside the other tensors it must be "
-            f"{list(shape)}"
+            f"{name} has shape {list(spec.shape)}; with the other tensors it must be {list(shape)}"
         )
     allowed = INTEGERS if slot == TOKEN_MAP else FLOATS
     if spec.dtype not in allowed:
         raise HeadsError(
             f"{name} is {_word(spec.dtype)}; it must be one of {', '.join(map(_word, allowed))}. "
-            "Quantized heads are not read: give the originals"
+            "Quantized heads are not supported: use the originals"
         )
 
 
 def _refuse_other_drafters(files: CheckpointFiles) -> None:
     if "fc.weight" in {name.rsplit("model.", 1)[-1] for name in files.files}:
         raise HeadsError(
-            f"{files.label} holds an EAGLE drafter, and heads are asked for. Engines take it as "
+            f"{files.label} holds an EAGLE drafter, not heads. Engines take it as "
             '{"method": "eagle3", "model": ..., "tree": "dynamic"} ("eagle" for EAGLE-1 and 2) and '
-            "inspect describes it; calibrate and tree do not, since its trees follow its own "
+            "inspect describes it; calibrate and tree do not apply, since its trees follow its "
             "probabilities at every step"
         )
     if prefix := [name for name in files.files if "prefix_embed" in name]:
         raise HeadsError(
             f"{files.label} has {prefix[0]!r}: Hydra++'s prefix attention, which is not supported. "
-            "Give heads of the MLP variant, or train some: vllm-medusa train --heads hydra"
+            "Use heads of the MLP variant, or train heads: vllm-medusa train --heads hydra"
         )
 
 
 def _empty_heads(
     specs: Mapping[Slot, TensorSpec], is_hydra: bool, num_heads: int, num_layers: int
 ) -> MedusaHeads:
-    """Heads without memory, of the sizes that the first tensors of a kind have."""
+    """Heads without memory, of the sizes of the first tensors of a kind."""
     found = {(slot.part, slot.kind) for slot in specs}
     single = any(slot.head is None for slot in specs)
     lm_head = Slot("lm_head", None if single else 0)
@@ -275,7 +274,7 @@ def new_heads(is_hydra: bool, *, bias: bool = True, **sizes: Any) -> MedusaHeads
 
 @dataclass(frozen=True)
 class Check:
-    """One way in which heads may fit a target or themselves, and whether they do."""
+    """A criterion of fit to a target or of consistency, with its result."""
 
     name: str
     verdict: Verdict
@@ -302,29 +301,29 @@ def require_fit(info: HeadsInfo, hidden_size: int | None, vocab_size: int | None
         if check.verdict == NO:
             raise HeadsError(
                 f"The heads in {info.files.label} do not fit the target: {check.name} "
-                f"{check.text}. Give the target that they were trained on, or heads trained for "
+                f"{check.text}. Use the target that they were trained on, or heads trained for "
                 "this one."
             )
 
 
 def _vocabulary(info: HeadsInfo, vocab: int | None) -> tuple[Verdict, str]:
     if vocab is None:
-        return "unknown", "the target's config does not say its size"
+        return "unknown", "the target's config does not have its size"
     rows, mapped = info.lm_head_rows, info.read_token_map()
     if info.vocab_size not in (None, vocab):
-        hint = f' (rows of padding need a "vocab_size" of {vocab} in config.json)' if rows else ""
+        hint = f' (padding rows need a "vocab_size" of {vocab} in config.json)' if rows else ""
         return NO, f"{info.vocab_size} tokens; the target has {vocab}{hint}"
     if mapped is None:
-        padding = f" and {rows - vocab} rows of padding" if rows and rows > vocab else ""
-        return "fits", f"{vocab} tokens, as the target{padding}"
+        padding = f" and {rows - vocab} padding rows" if rows and rows > vocab else ""
+        return "fits", f"{vocab} tokens, as in the target{padding}"
     bad = mapped[(mapped < 0) | (mapped >= vocab)]
     name = info.names[TOKEN_MAP]
     if bad.numel():
         return NO, f"{name!r} holds token id {int(bad[0])}; the target's ids are 0 to {vocab - 1}"
     if mapped.unique().numel() != mapped.numel():
-        return NO, f"{name!r} names some token twice"
+        return NO, f"{name!r} has a duplicate token"
     if rows not in (None, len(mapped), vocab) and not (rows > vocab == info.vocab_size):
-        return NO, f"{name!r} names {len(mapped)} tokens, and the LM heads score {rows}"
+        return NO, f"{name!r} has {len(mapped)} tokens, but the LM heads score {rows}"
     return "fits", f"{len(mapped)} of the target's {vocab} tokens"
 
 
@@ -338,15 +337,15 @@ def load_heads(
     revision: str | None = None,
     max_heads: int | None = None,
 ) -> tuple[MedusaHeads, HeadsInfo]:
-    """Load heads, Medusa's or Hydra's, for a target of ``hidden_size`` and ``vocab_size``.
+    """Load Medusa or Hydra heads for a target of ``hidden_size`` and ``vocab_size``.
 
-    ``dtype`` None keeps the checkpoint's; ``max_heads`` loads only the first so many.
+    ``dtype`` None keeps the checkpoint's; ``max_heads`` loads only the first ones.
 
-    Stored LM heads must have ``vocab_size`` rows, or one for each entry of the token map. More
-    rows are padding, and cut, only where ``config.json`` states this very ``vocab_size``.
+    Stored LM heads must have ``vocab_size`` rows, or one per entry of the token map. Additional
+    rows are padding, and removed, only if ``config.json`` has exactly this ``vocab_size``.
 
     Raises:
-        HeadsError: As `peek_heads`; heads for another target; values that are not finite, or too
+        HeadsError: As `peek_heads`; heads for another target; values that are non-finite, or too
             large for ``dtype``.
 
     """
@@ -376,7 +375,7 @@ def load_heads(
     }
     for name, tensor in info.files.finite_tensors(slots):
         slot = slots[name]
-        if tensor.shape[0] != slot.shape[0]:  # an LM head with more rows than we score
+        if tensor.shape[0] != slot.shape[0]:  # an LM head with more rows than are scored
             tensor = tensor[:vocab_size] if token_map is None else tensor[token_map]
         converted = tensor.to(dtype)
         slot.copy_(converted)
@@ -394,17 +393,19 @@ def save_heads(
 ) -> Path:
     """Write heads as ``model.safetensors`` and, last, ``config.json``; returns the folder.
 
-    ``config`` is JSON: ``base_model_name_or_path`` goes to the top, everything else (``tree``,
+    ``config`` is JSON: ``base_model_name_or_path`` is written at the top level, the rest (``tree``,
     provenance) under ``"medusa"``.
 
     Raises:
-        HeadsError: A value is not finite, or the folder has a file that readers prefer; nothing is
+        HeadsError: A value is non-finite, or the folder has a file that readers prefer; nothing is
             written.
 
     """
     for name in HEADS_FILES:
         if (Path(folder) / name).exists():
-            raise HeadsError(f"{folder} already holds {name}, which readers prefer: save elsewhere")
+            raise HeadsError(
+                f"{folder} already has {name}, which readers prefer: use another folder"
+            )
     spelling = "hydra" if isinstance(heads, HydraHeads) else "vllm"
     tensors = {name_of(slot, spelling, heads.num_layers): t for slot, t in _tensors(heads).items()}
     sizes = {
@@ -413,7 +414,7 @@ def save_heads(
         "truncated_vocab_size": heads.draft_vocab_size,
     }
     if isinstance(heads, HydraHeads):
-        document = {  # the reference's keys where it has any
+        document = {  # the reference's keys where they exist
             "architectures": ["HydraModel"],
             "model_type": "hydra",
             "hydra_num_heads": heads.num_heads,
@@ -434,7 +435,7 @@ def save_heads(
 def vllm_config(
     num_heads: int, num_layers: int, *, bias: bool, single_lm_head: bool
 ) -> dict[str, Any]:
-    """What, with the sizes, stock vLLM 0.32 builds its Medusa model from."""
+    """The config, except sizes, from which stock vLLM 0.32 builds its Medusa model."""
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -448,7 +449,7 @@ def vllm_config(
 def save_drafter(
     folder: str | Path, drafter: EagleDrafter, config: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write an EAGLE-3 drafter as `save_heads` does heads; vLLM's own loader reads it too."""
+    """Write an EAGLE-3 drafter as `save_heads` writes heads; vLLM's own loader reads it too."""
     document = drafter.shape.config(drafter.draft_vocab_size)
     document["dtype"] = _word(drafter.fc.weight.dtype)
     return _save(folder, drafter.tensors(), document, config)
@@ -463,12 +464,12 @@ def _save(
     folder = Path(folder)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise HeadsError(f"{name!r} holds NaN or infinity: these weights are not worth saving")
+            raise HeadsError(f"{name!r} holds NaN or infinity: these weights are unusable")
     extra = dict(config or {})
     if base := extra.pop("base_model_name_or_path", None):
         document["base_model_name_or_path"] = base
     document["medusa"] = {"format_version": FORMAT_VERSION, **extra}
-    text = config_text(document, folder / "config.json")  # before any file is touched
+    text = config_text(document, folder / "config.json")  # before any file is written
     folder.mkdir(parents=True, exist_ok=True)
     with new_path(folder / "model.safetensors") as path:
         contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
@@ -481,8 +482,8 @@ def _save(
 def update_config(folder: str | Path, /, **medusa_keys: Any) -> None:
     """Set keys of the ``"medusa"`` object in ``config.json``; None removes a key.
 
-    Everything else in the file stays as it is. Readers see the old file or the new one. Without a
-    ``config.json`` one is made. ``provenance=entry`` appends a dict to the list of entries; a list
+    The rest of the file is unchanged. Readers see the old file or the new one. Without a
+    ``config.json``, one is created. ``provenance=entry`` appends a dict to the entries; a list
     replaces it.
 
     Raises:
@@ -491,7 +492,7 @@ def update_config(folder: str | Path, /, **medusa_keys: Any) -> None:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise HeadsError(f"{folder} is not a folder: give the folder of a checkpoint's config.json")
+        raise HeadsError(f"{folder} is not a folder: pass the folder of a checkpoint's config.json")
     path = folder / "config.json"
     document = read_json(path) if path.is_file() else {}
     medusa = document.get("medusa") or {"format_version": FORMAT_VERSION}
@@ -508,13 +509,13 @@ def update_config(folder: str | Path, /, **medusa_keys: Any) -> None:
 
 
 def provenance_of(medusa: Mapping[str, Any]) -> list[Any]:
-    """The entries of a "medusa" object's provenance."""
+    """The entries in a "medusa" object's provenance."""
     entries = medusa.get("provenance")
     return entries if isinstance(entries, list) else []
 
 
 def config_text(document: Mapping[str, Any], label: object) -> str:
-    """The JSON of a config; `HeadsError` for what JSON can't express, NaN included."""
+    """The JSON of a config; `HeadsError` for values that JSON can't express, NaN included."""
     try:
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:

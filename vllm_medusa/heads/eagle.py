@@ -1,4 +1,4 @@
-"""What an EAGLE drafter's checkpoint is, and whether it fits a target; vLLM loads it."""
+"""The type of an EAGLE drafter's checkpoint, and whether it fits a target; vLLM loads it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class EagleInspection:
-    """All that can be said of a drafter without loading it."""
+    """All information on a drafter that needs no loading."""
 
     source: str
     method: str  # vLLM's: "eagle3", or "eagle" for EAGLE-1 and 2
     target_hidden_size: int
     vocab_size: int
     draft_vocab_size: int
-    layers: list[int] | None  # of the target, whose inputs it reads; None: not said, or EAGLE-1
+    layers: list[int] | None  # target layers whose inputs it reads; None: not stated, or EAGLE-1
     parameters: int
     checks: list[Check]
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is known to be wrong."""
+        """Whether no problem is known."""
         return all(check.verdict != NO for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class EagleInspection:
 def inspect_eagle(
     source: str | Path, target: str | Path | None = None, *, revision: str | None = None
 ) -> EagleInspection:
-    """Look at a drafter's config and headers, and at a target's config.
+    """Inspect a drafter's config and headers, and a target's config.
 
     Raises:
         HeadsError: Not an EAGLE drafter, or no such target.
@@ -54,7 +54,7 @@ def inspect_eagle(
     vocab: Any = config.get("vocab_size")
     last_only = reads_last_only(config) and "layers.0.hidden_norm.weight" in names
     if not ("fc.weight" in names or last_only) or not {type(width), type(vocab)} == {int}:
-        raise HeadsError(f"{source}: no EAGLE drafter, which has an fc.weight and a config")
+        raise HeadsError(f"{source} is not an EAGLE drafter, which has an fc.weight and a config")
     specs = files.specs(names.values())
     hidden = config.get("target_hidden_size") or width
     shape = specs[names["fc.weight"]].shape if "fc.weight" in names else (0, 0)
@@ -80,13 +80,13 @@ def inspect_eagle(
 
 
 def bare_names(files: CheckpointFiles) -> dict[str, str]:
-    """A drafter's tensors as vLLM calls them -> as they are stored."""
+    """A drafter's tensors: vLLM's names -> stored names."""
     bare = ((name.rsplit("model.", 1)[-1], name) for name in files.files)
     return {name.replace("midlayer.", "layers.0.", 1): stored for name, stored in bare}
 
 
 def not_for_trees(config: Mapping[str, Any], names: Collection[str], method: str) -> Iterator[str]:
-    """Why a drafter is not served with trees, whatever its target, and what to do.
+    """Reasons why a drafter can't be served with trees on any target, with remedies.
 
     Args:
         config: Flat, see `flat_config`.
@@ -95,51 +95,51 @@ def not_for_trees(config: Mapping[str, Any], names: Collection[str], method: str
 
     """
     if "mask_hidden" in names or "peagle" in str(config.get("architectures")).lower():
-        yield 'drafts all depths at once (P-EAGLE), which trees do not. Leave "tree" out'
+        yield 'uses parallel drafting (P-EAGLE), which trees do not support. Omit "tree"'
     window, types = config.get("sliding_window"), config.get("layer_types")
     slides = "sliding_attention" in types if types else config.get("use_sliding_window", True)
     if window and slides:
-        yield f'has a sliding window ({window}), which branches do not know. Leave "tree" out'
+        yield f'has a sliding window ({window}), which trees do not support. Omit "tree"'
     if reads_last_only(config) and method == "eagle3":
         yield (
-            "reads the target's last hidden state only (use_aux_hidden_state), which has not been "
-            'tried with trees. Leave "tree" out'
+            "reads only the target's last hidden state (use_aux_hidden_state), which was not "
+            'tested with trees. Omit "tree"'
         )
     if "fc.bias" in names:
-        yield 'has biases in "fc", for which vLLM\'s EAGLE has no place. Take another drafter'
+        yield 'has biases in "fc", which vLLM\'s EAGLE does not support. Use another drafter'
     whole = config.get("draft_vocab_size") in (None, config.get("vocab_size"))
     if whole and "d2t" in names and method == "eagle3":
         yield (
-            'drafts the whole vocabulary and has a "d2t" nevertheless, for which vLLM has no place '
-            "then. `vllm-medusa convert --to native` leaves it out"
+            'drafts the full vocabulary but has a "d2t", which vLLM does not support '
+            "then. `vllm-medusa convert --to native` removes it"
         )
 
 
 def reads_last_only(config: Mapping[str, Any]) -> bool:
-    """Whether a drafter of EAGLE-3's shape is given the last hidden state, as EAGLE-1 is."""
+    """Whether a drafter shaped like EAGLE-3 reads only the last hidden state, as EAGLE-1 does."""
     extra = config.get("eagle_config")
     return isinstance(extra, Mapping) and extra.get("use_aux_hidden_state") is False
 
 
 def doubtful_layers(config: Mapping[str, Any]) -> str:
-    """What is not sure of the layers that a drafter's config names; "": nothing.
+    """What is ambiguous about the layers in a drafter's config; "": nothing.
 
-    vLLM takes numbers in an ``eagle_config`` for layers whose inputs are read. SpecForge and SGLang
-    number outputs there where the first is 1.
+    vLLM reads numbers in an ``eagle_config`` as layers whose inputs are used. SpecForge and SGLang
+    number outputs there if the first is 1.
     """
     extra, layers = config.get("eagle_config"), named_layers(config)
     if config.get(LAYER_IDS) or not layers or not isinstance(extra, Mapping) or layers[0] != 1:
         return ""
     moved = [layer + 1 for layer in layers]
     return (
-        f"its eagle_config names {layers}, which vLLM takes for inputs of layers; where SpecForge "
-        f"made it they are outputs, that is the inputs of {moved}. `vllm-medusa convert --to "
-        "native` writes it so"
+        f"its eagle_config has {layers}, which vLLM reads as inputs of layers; if SpecForge "
+        f"wrote it, they are outputs, that is the inputs of {moved}. `vllm-medusa convert --to "
+        "native` corrects them"
     )
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A drafter's config with what speculators keeps apart in one place, as vLLM reads it."""
+    """A drafter's config with speculators' nested parts flattened, as vLLM reads it."""
     inner = config.get("transformer_layer_config")
     if not isinstance(inner, Mapping):
         return dict(config)
@@ -151,7 +151,7 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drafter_method(source: str | Path | None) -> str | None:
-    """The method of an EAGLE drafter in a local folder; None: anything else, a hub name too."""
+    """The method of an EAGLE drafter in a local folder; None for anything else, also hub names."""
     if source is None or not Path(source).expanduser().is_dir():
         return None
     try:
@@ -161,14 +161,14 @@ def drafter_method(source: str | Path | None) -> str | None:
 
 
 def named_layers(config: Mapping[str, Any]) -> list[int] | None:
-    """The target's layers that a drafter's config names; None: it names none. By vLLM's rule."""
+    """The target's layers in a drafter's config; None if absent. By vLLM's rule."""
     extra = config.get("eagle_config")
     ids = config.get(LAYER_IDS) or (extra.get(LAYER_IDS) if isinstance(extra, Mapping) else None)
     return list(ids) if ids else None
 
 
 def default_layers(num_layers: int) -> list[int]:
-    """Those that vLLM takes of a target with so many layers where none are named."""
+    """VLLM's default layers for a target with so many layers."""
     return [2, num_layers // 2, num_layers - 3]
 
 
@@ -176,7 +176,7 @@ def _draft_vocabulary(
     files: CheckpointFiles, names: Mapping[str, str], size: int, vocab: int
 ) -> Check:
     if "d2t" not in names:
-        return Check("draft vocabulary", NO, f"{size} tokens, but no d2t tells which")
+        return Check("draft vocabulary", NO, f"{size} tokens, but no d2t maps them")
     ((_, offsets),) = files.tensors([names["d2t"]])
     ids = offsets.long() + offsets.new_tensor(range(len(offsets))).long()
     right = len(ids) == size == len(ids.unique()) and ids.min() >= 0 and ids.max() < vocab

@@ -1,14 +1,14 @@
 """EAGLE-3's drafter in plain torch (https://arxiv.org/abs/2503.01840), for training.
 
-An entry is made of the target's hidden states at a position (three layers' inputs, projected to the
-target's width by ``fc``) and of the token after it; one decoder layer attends over the entries. A
-norm and an LM head, over a part of the vocabulary, give the token after that. After the last exact
-entry the drafter continues from its own layer's states: a chain of guesses.
+An entry combines the target's hidden states at a position (three layers' inputs, projected to the
+target's width by ``fc``) and the token after it; one decoder layer attends over the entries. A
+norm and an LM head, over a part of the vocabulary, predict the next token. After the last exact
+entry the drafter continues from its own layer's states: a chain of drafts.
 
 `EagleDrafter` computes all chains of a text at once: row i has the exact entry i and the chain that
-begins there, whose step s takes the text's token i + s + 1, has position i + s and attends to the
-exact entries up to i and to the chain so far. That is what serving does (EAGLE-3 calls it
-training-time test), so the K steps of a row are trained and measured as K heads are.
+starts there, whose step s takes the text's token i + s + 1, has position i + s and attends to the
+exact entries up to i and to the chain so far. Serving does the same (EAGLE-3 calls it
+training-time test), so the K steps of a row are trained and measured like K heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from vllm_medusa.heads.eagle import LAYER_IDS, default_layers
 from vllm_medusa.heads.model import HeadsError
 
-_WIDTH_OF_HEAD = 64  # where a target's config says nothing
+_WIDTH_OF_HEAD = 64  # default if not in the target's config
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class EagleShape:
 
     hidden_size: int  # H, the target's
     vocab_size: int  # V, the target's
-    layers: tuple[int, ...]  # of the target, whose inputs are read, ascending
+    layers: tuple[int, ...]  # target layers whose inputs are read, ascending
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
-    rope_theta: float  # also its name in configs before transformers 5
+    rope_theta: float  # the name in configs before transformers 5
     rms_norm_eps: float
     max_position_embeddings: int
 
@@ -46,7 +46,7 @@ class EagleShape:
     def of(
         cls, config: Any, layers: Sequence[int], hidden_size: int, vocab_size: int
     ) -> EagleShape:
-        """One layer like those of a target whose transformers config (of its text) is given."""
+        """One layer like those of a target with this transformers config (of its text part)."""
         heads = getattr(config, "num_attention_heads", None) or max(
             1, hidden_size // _WIDTH_OF_HEAD
         )
@@ -83,12 +83,12 @@ class EagleShape:
 
 
 def choose_layers(asked: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The layers of a target whose inputs a new drafter reads, ascending.
+    """The target layers whose inputs a new drafter reads, ascending.
 
-    ``asked`` are taken if there are any; else vLLM's default, on targets too shallow for it others.
+    ``asked`` if given; else vLLM's default, adapted if the target is too shallow.
 
     Raises:
-        HeadsError: Not three different ones of the target's.
+        HeadsError: Not three distinct layers of the target.
 
     """
     usual = default_layers(num_layers)
@@ -103,8 +103,8 @@ def choose_layers(asked: Sequence[int], num_layers: int) -> tuple[int, ...]:
     if len(set(layers)) != 3 or len(layers) != 3 or layers[0] < 0 or layers[-1] > num_layers:
         shown = ", ".join(map(str, layers))
         raise HeadsError(
-            f"EAGLE-3 reads the inputs of three different layers of the target, from 0 (the "
-            f"embeddings) to {num_layers} (the last layer's output); these are {shown}. Name "
+            f"EAGLE-3 reads the inputs of three distinct layers of the target, from 0 (the "
+            f"embeddings) to {num_layers} (the last layer's output); these are {shown}. Set "
             "others with --aux-layers"
         )
     return layers
@@ -121,7 +121,7 @@ class _Norm(nn.Module):
 
 
 class _Layer(nn.Module):
-    """The decoder layer: its input are the norms of an embedding and of a state, side by side."""
+    """The decoder layer: its input concatenates the norms of an embedding and of a state."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _Layer(nn.Module):
         return _rotated(query, positions, theta), _rotated(key, positions, theta), value
 
     def after(self, mixed: Tensor, states: Tensor) -> Tensor:
-        """The layer's output [B, L, H], of what attention gave [B, heads, L, D]."""
+        """The layer's output [B, L, H], from the attention output [B, heads, L, D]."""
         states = states + self.self_attn["o_proj"](mixed.transpose(1, 2).flatten(2))
         x, mlp = self.post_attention_layernorm(states), self.mlp
         return states + mlp["down_proj"](F.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
@@ -171,11 +171,11 @@ class EagleDrafter(nn.Module):
     """A drafter that computes K steps of every chain of a text.
 
     Attributes:
-        num_heads: K, as it is of heads.
+        num_heads: K, as for heads.
         vocab_size: the target's.
         token_map: int64 [V_draft], the target's id of each draft token, ascending; None: all.
         embedding: the target's [>= V, H]; bound, not stored.
-        frozen_lm_head: whether training leaves the LM head as it is.
+        frozen_lm_head: whether the LM head is not trained.
 
     """
 
@@ -198,7 +198,7 @@ class EagleDrafter(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The LM head as heads have theirs, one for all steps: [1, V_draft, H]."""
+        """The LM head in the heads' layout, one for all steps: [1, V_draft, H]."""
         return self.lm_head.weight[None]
 
     def compute_logits(self, x: Tensor) -> Tensor:
@@ -209,16 +209,16 @@ class EagleDrafter(nn.Module):
         """Normed states [B, L, K, H] of every row's chain.
 
         Args:
-            features: [B, L, 3H], the target's hidden states; shorter texts padded on the right.
+            features: [B, L, 3H], the target's hidden states; shorter texts are padded on the right.
             path: int64 [B, L, K], the tokens after each row.
-            first: the position of row 0 in its text; int64 [B] where it differs.
+            first: the position of row 0 in its text; int64 [B] if it differs.
 
         """
         assert self.embedding is not None, "bind the target's embedding"
         layer, (_, length, steps) = self.midlayer, path.shape
         rows = torch.arange(length, device=features.device)
         if isinstance(first, Tensor):
-            rows = rows + first[:, None, None]  # [B, 1, L], beside heads
+            rows = rows + first[:, None, None]  # [B, 1, L], broadcast over heads
         else:
             rows = rows + first
         states, found = self.fc(features), []
@@ -235,7 +235,7 @@ class EagleDrafter(nn.Module):
         return torch.stack(found, 2)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that is stored, by SafeAILab's names."""
+        """All stored tensors, by SafeAILab's names."""
         found = {name: parameter.detach() for name, parameter in self.named_parameters()}
         if self.token_map is not None:
             ids = self.token_map

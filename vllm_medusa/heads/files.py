@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint are, and how to look at them without loading them.
+"""Location of a checkpoint's tensors, and their shapes and dtypes without loading them.
 
 A source is a folder, a file, or a hub name. Headers (safetensors) or memory maps (``.pt``,
 ``.bin``) give shapes and dtypes; pickles are only ever opened with ``weights_only=True``.
@@ -24,7 +24,7 @@ from vllm_medusa import files as plain_files
 from vllm_medusa.heads.formats import head_names, heads_alone, is_head_tensor
 from vllm_medusa.heads.model import HeadsError
 
-# Looked for in this order: heads alone come before whole models, safetensors before pickles.
+# In order of preference: heads alone before whole models, safetensors before pickles.
 HEADS_FILES = (
     "medusa_lm_head.safetensors",
     "medusa_lm_head.pt",
@@ -38,7 +38,7 @@ MODEL_FILES = (
     "pytorch_model.bin.index.json",
 )
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-DTYPES = {  # as safetensors calls them
+DTYPES = {  # names in safetensors
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -51,7 +51,7 @@ DTYPES = {  # as safetensors calls them
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-# File names (None: all) -> the folder with those of them that exist.
+# File names (None: all) -> a folder with the existing ones.
 Fetch = Callable[[list[str] | None], Path]
 
 
@@ -60,7 +60,7 @@ class TensorSpec:
     """One tensor's header."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype | str  # str: one that torch has no name for
+    dtype: torch.dtype | str  # str: not a torch dtype
 
     @property
     def num_values(self) -> int:
@@ -69,20 +69,20 @@ class TensorSpec:
 
     @property
     def bytes(self) -> int:
-        """Size of the values; one byte each where torch does not name the dtype."""
+        """Size of the values in bytes; one byte each if torch does not have the dtype."""
         return self.num_values * (self.dtype.itemsize if isinstance(self.dtype, torch.dtype) else 1)
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A checkpoint on disk: which file holds which tensor."""
+    """A checkpoint on disk: tensor names and their files."""
 
-    label: str  # what errors call it
+    label: str  # its name in errors
     config: dict[str, Any]  # its config.json, {} without one
-    files: dict[str, Path]  # tensor name -> file; names outside the heads may be of absent files
+    files: dict[str, Path]  # tensor name -> file; files without heads may be absent
 
     def specs(self, names: Iterable[str]) -> dict[str, TensorSpec]:
-        """Shapes and dtypes of tensors, weights unread."""
+        """Shapes and dtypes of tensors, without reading weights."""
         return {name: _spec(part) for name, part in self.slices(names)}
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -101,12 +101,12 @@ class CheckpointFiles:
             yield name, tensor
 
     def slices(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """What reads a tensor's values when it is indexed, valid until the next one; in any order.
+        """Lazily loaded tensors, each valid until the next one; in any order.
 
-        It is a tensor, or what ``safe_open(..).get_slice`` gives.
+        Each is a tensor, or a slice of ``safe_open(..).get_slice``.
 
         Raises:
-            HeadsError: A damaged file, or one without a tensor that its index puts there.
+            HeadsError: A damaged file, or one without a tensor listed in its index.
 
         """
         by_file: dict[Path, list[str]] = {}
@@ -116,17 +116,17 @@ class CheckpointFiles:
             with _open(path) as (present, get):
                 if absent := sorted({*wanted} - {*present}):
                     raise HeadsError(
-                        f"{path} lacks {absent[0]!r}, which the checkpoint's index puts there"
+                        f"{path} lacks {absent[0]!r}, which is in the checkpoint's index"
                     )
                 yield from ((name, get(name)) for name in wanted)
 
 
 def digest_heads(files: CheckpointFiles) -> str:
-    """Digest names, sizes and both ends of the files of the weights; ``config.json`` may change.
+    """Digest names, sizes and both ends of the weight files; ``config.json`` may change.
 
-    It ties a measurement to the heads it was made with.
+    It ties a measurement to the measured heads.
     """
-    paths = sorted(set(files.files.values()))  # a part of the target's may be absent
+    paths = sorted(set(files.files.values()))  # the target's may be partly absent
     ends = [plain_files.ends_of(path) if path.is_file() else b"" for path in paths]
     return hashlib.sha256(
         "".join(hashlib.sha256(end).hexdigest() for end in ends).encode()
@@ -137,7 +137,7 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     """Find a checkpoint in a folder, a file, or a model of the hub (downloaded once, then cached).
 
     Raises:
-        HeadsError: There is none, or the hub can't be reached and it was not downloaded before.
+        HeadsError: There is none, or the hub is unreachable and it was not downloaded before.
 
     """
     path = Path(source).expanduser()
@@ -148,7 +148,7 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     if isinstance(source, str) and _HUB_NAME.fullmatch(source):
         return _from_folder(_hub(source, revision), source)
     raise HeadsError(
-        f"heads {str(source)!r}: no such file or folder, nor a hub name (owner/name). Give the "
+        f"heads {str(source)!r}: no such file or folder, and not a hub name (owner/name). Pass the "
         "folder or file of the heads, or their hub name"
     )
 
@@ -156,22 +156,22 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
 def find_target(source: str | Path, revision: str | None = None) -> CheckpointFiles:
     """Find a target's own weights in a folder or the hub's local cache; downloads nothing.
 
-    Heads beside them, or in the same files, are left out.
+    Heads in the same folder or files are ignored.
 
     Raises:
-        HeadsError: There are none here, or heads only.
+        HeadsError: There are none, or only heads.
 
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
         if folder.exists() or not isinstance(source, str) or not _HUB_NAME.fullmatch(source):
-            raise HeadsError(f"target {str(source)!r}: no such folder, nor a hub name (owner/name)")
+            raise HeadsError(f"target {str(source)!r}: no such folder or hub name (owner/name)")
         try:
             folder = _hub(source, revision, local_files_only=True)(None)
         except (OSError, ValueError) as error:
             raise HeadsError(
-                f"target {source!r}: there is no such folder, and as a model of the hub it was not "
-                "downloaded to this machine yet. Give its folder, or download it first"
+                f"target {source!r}: no such folder, and not a hub model that was "
+                "downloaded to this machine. Pass its folder, or download it first"
             ) from error
     for candidate in MODEL_FILES:
         if (folder / candidate).is_file():
@@ -179,12 +179,12 @@ def find_target(source: str | Path, revision: str | None = None) -> CheckpointFi
             files = {n: path for n, path in found.files.items() if not is_head_tensor(n)}
             if (found.files and not files) or heads_alone(files):
                 raise HeadsError(
-                    f"target {str(source)!r} holds Medusa heads and no language model. Give the "
-                    "model that the heads are for"
+                    f"target {str(source)!r} holds Medusa heads, not a language model. Pass the "
+                    "model that the heads were trained for"
                 )
             return CheckpointFiles(found.label, found.config, files)
     raise HeadsError(
-        f"target {str(source)!r}: none of {', '.join(MODEL_FILES)} is there. Give the folder of "
+        f"target {str(source)!r}: none of {', '.join(MODEL_FILES)} exists. Pass the folder of "
         "the model's weights"
     )
 
@@ -221,14 +221,14 @@ def _from_folder(fetch: Fetch, label: str) -> CheckpointFiles:
     if failure is not None:
         reason = " ".join(str(failure).split())
         raise HeadsError(
-            f"heads {label!r}: not a local folder, and the hub did not give them "
+            f"heads {label!r}: not a local folder, and the hub download failed "
             f"({type(failure).__name__}: {reason}). Check the name and the connection, or "
-            "download them and give the folder"
+            "download them and pass the folder"
         ) from failure
     present = sorted(entry.name for entry in folder.iterdir()) if folder else []
     raise HeadsError(
-        f"heads {label!r}: none of {', '.join((*HEADS_FILES, *MODEL_FILES))} is there, only "
-        f"{', '.join(present[:8]) or 'nothing'}. Give the heads' folder or the file itself"
+        f"heads {label!r}: none of {', '.join((*HEADS_FILES, *MODEL_FILES))} exists, only "
+        f"{', '.join(present[:8]) or 'nothing'}. Pass the heads' folder or the file itself"
     )
 
 
@@ -240,7 +240,7 @@ def _from_file(path: Path, fetch: Fetch, label: str, heads: bool = True) -> Chec
             return CheckpointFiles(label, config, dict.fromkeys(names, path))
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise HeadsError(f"{path} has no 'weight_map': it is not the index of a checkpoint")
+        raise HeadsError(f"{path} has no 'weight_map': it is not a checkpoint index")
     wanted = head_names(weight_map) if heads else weight_map
     shards = sorted({str(weight_map[name]) for name in wanted})
     try:
@@ -249,14 +249,14 @@ def _from_file(path: Path, fetch: Fetch, label: str, heads: bool = True) -> Chec
         raise HeadsError(f"heads {label!r}: cannot download {shards}: {error}") from error
     for shard in shards:
         if not (folder / shard).is_file():
-            raise HeadsError(f"{path} names {shard!r}, which is not beside it")
+            raise HeadsError(f"{path} lists {shard!r}, which is missing")
     files = {name: folder / str(shard) for name, shard in weight_map.items()}
     return CheckpointFiles(label, config, files)
 
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[Iterable[str], Callable[[str], Any]]]:
-    """Names of the tensors in a file, and what gives their slices."""
+    """Names of the tensors in a file, and a function that returns their slices."""
     if path.suffix != ".safetensors":
         state = _load_pickle(path)
         yield state, state.__getitem__
@@ -286,15 +286,15 @@ def _load_pickle(path: Path) -> Mapping[str, Tensor]:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # garbage makes an unpickler raise anything
+    except Exception as error:  # invalid pickles raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if isinstance(error, pickle.UnpicklingError):  # torch's text advises to run the code
+        if isinstance(error, pickle.UnpicklingError):  # torch's message suggests running the code
             reason = "torch's safe loader refuses it"
         elif not path.stat().st_size:
             reason = "it is empty"
         raise HeadsError(
-            f"{path} is not a file of plain tensors ({reason}). Only those are read: a pickle may "
-            "run code. Convert it to safetensors where it comes from"
+            f"{path} is not a file of plain tensors ({reason}). Other pickles are unsafe: they may "
+            "run code. Convert it to safetensors at its source"
         ) from error
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()

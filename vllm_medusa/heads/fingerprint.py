@@ -1,14 +1,14 @@
-"""Which target heads were made for: a fingerprint of its weights, cheap even for 70B parameters.
+"""A fingerprint of the target's weights that heads were trained for, cheap even for 70B parameters.
 
-Heads fit the very weights they were trained on, and sizes don't tell a model from its fine-tune.
-So samples of every layer's every matrix are hashed: 4 runs of 64 neighbouring values, evenly spread
-(16 runs of a tensor outside the layers, such as the embeddings), read without the rest of the file.
+Heads fit exactly the weights they were trained on, and sizes don't distinguish fine-tunes.
+So samples of every matrix of every layer are hashed: 4 runs of 64 contiguous values, evenly spread
+(16 runs for tensors outside the layers, such as embeddings), without reading the rest of the file.
 
 Covered: values (as fp32, so that a lossless change of dtype changes nothing), shapes and, in
 layers, names from the layer's number on. Not covered: how weights are split into files and stored,
 tied tensors stored once or twice, buffers, heads in the same files, ``config.json``, the tokenizer.
-Not seen: changes between the samples only, or in experts other than a layer's first four. Weights
-rounded to another dtype are "different", quantised
+Not detected: changes between the samples, or in experts other than a layer's first four. Weights
+rounded to another dtype are "different", quantized
 ones "unknown" to `match_target`.
 """
 
@@ -31,11 +31,11 @@ from vllm_medusa.heads.files import CheckpointFiles, find_target
 from vllm_medusa.heads.model import HeadsError
 
 SCHEME = 1  # raised when the digest of the same weights changes
-_RUN = 64  # neighbouring values
+_RUN = 64  # contiguous values
 _RUNS_IN_LAYERS, _RUNS_OUTSIDE = 4, 16
 _IN_LAYER = re.compile(r"(?:^|\.)(\d+\..+)")
 _BUFFERS = r"(?:^|\.)(?:inv_freq|masked_bias|position_ids|rotary_emb\..*)$"
-_EXPERTS = r"\.\d+\.(?:.*\.)?(?:[4-9]|\d\d+)\."  # but the first four of a layer
+_EXPERTS = r"\.\d+\.(?:.*\.)?(?:[4-9]|\d\d+)\."  # except the first four of a layer
 _LEFT_OUT = re.compile(f"{_BUFFERS}|{_EXPERTS}")
 
 
@@ -43,21 +43,21 @@ def target_fingerprint(source: str | Path, *, revision: str | None = None) -> di
     """Fingerprint a target: a local folder, or a hub name that was downloaded before.
 
     Raises:
-        HeadsError: No weights there, or ones that can't be read.
+        HeadsError: No weights, or unreadable ones.
 
     """
     return fingerprint_of(find_target(source, revision))
 
 
 def fingerprint_of(files: CheckpointFiles, *, seconds: float | None = None) -> dict[str, Any]:
-    """Fingerprint a target whose files are found.
+    """Fingerprint a target whose files were found.
 
     Returns:
         ``sha256`` of the sampled weights, ``scheme`` of the sampling, and `config_sizes`.
 
     Raises:
-        HeadsError: Weights that can't be read.
-        TimeoutError: It takes longer than ``seconds``.
+        HeadsError: Unreadable weights.
+        TimeoutError: It took longer than ``seconds``.
 
     """
     digest = _digest(files, math.inf if seconds is None else seconds)
@@ -66,15 +66,15 @@ def fingerprint_of(files: CheckpointFiles, *, seconds: float | None = None) -> d
 
 @dataclass(frozen=True)
 class TargetMatch:
-    """Whether a target is the one that heads were made for; ``reason`` says how that is known."""
+    """Whether a target is the one that heads were made for, with the ``reason``."""
 
     verdict: Literal["same", "different", "unknown"]
     reason: str
-    stored: bool = True  # whether the heads have a fingerprint at all
+    stored: bool = True  # whether the heads have a fingerprint
 
     @property
     def warning(self) -> str | None:
-        """What a user of both should know; None if nothing."""
+        """A warning for users of both; None if there is none."""
         return self.reason if self.stored and self.verdict != "same" else None
 
 
@@ -86,41 +86,41 @@ def match_target(
     seconds: float | None = None,
     heads: str | Path = "",
 ) -> TargetMatch:
-    """Compare the fingerprint stored with heads with a target's.
+    """Compare the fingerprint stored with heads to a target's.
 
-    ``heads`` is what messages call them. Nothing is raised: a target that can't be compared
-    (quantised, not downloaded, too slow to read within ``seconds``) is "unknown".
+    ``heads`` is their name in messages. Nothing is raised: a target that can't be compared
+    (quantized, not downloaded, too slow to read within ``seconds``) is "unknown".
     """
     name = f"The heads in {heads}" if heads else "The heads"
     stored = info.medusa.get("target")
     if not isinstance(stored, Mapping) or not isinstance(stored.get("sha256"), str):
-        return TargetMatch("unknown", f"{name} do not say which target they were made for.", False)
+        return TargetMatch("unknown", f"{name} do not have a fingerprint of their target.", False)
     try:
         if stored.get("scheme") != SCHEME:
-            raise HeadsError("their fingerprint of it was made by another version")
+            raise HeadsError("their fingerprint was made by another version")
         found = fingerprint_of(find_target(target, revision), seconds=seconds)
     except (HeadsError, OSError) as error:  # TimeoutError is an OSError
         return TargetMatch("unknown", f"{name} were not compared with {target}: {error}.")
     if found["sha256"] == stored["sha256"]:
-        return TargetMatch("same", f"{name} were made for these very weights.")
+        return TargetMatch("same", f"{name} were made for exactly these weights.")
     if stored.get("quantization") != found["quantization"]:
         return TargetMatch(
             "unknown",
-            f"{name} were made for weights quantised by {stored.get('quantization')}; those of "
-            f"{target} are quantised by {found['quantization']}. Whether the model is the same "
-            "can't be told from them.",
+            f"{name} were made for weights quantized by {stored.get('quantization')}; those of "
+            f"{target} are quantized by {found['quantization']}. Whether the model is the same "
+            "is unknown.",
         )
     return TargetMatch(
         "different",
         f"{name} were made for another target than {target}, whose weights have other values "
-        "(another version, a fine-tune, or the same rounded to another dtype). Output stays right, "
-        "but few drafted tokens will be accepted: use the target they were trained on, or train "
+        "(another version, a fine-tune, or a conversion to another dtype). The output is correct, "
+        "but few draft tokens will be accepted: use the target they were trained on, or train "
         "heads for this one.",
     )
 
 
 def config_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a target's ``config.json`` says of its architecture and sizes; None where it doesn't."""
+    """Architecture and sizes in a target's ``config.json``; None if absent."""
     text = config.get("text_config")
     levels = [config, text] if isinstance(text, Mapping) else [config]
 
@@ -143,7 +143,7 @@ def config_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 def _digest(files: CheckpointFiles, seconds: float) -> str:
     deadline = time.monotonic() + seconds
     inside: list[str] = []
-    outside: set[str] = set()  # without names: tied tensors are stored under one or the other
+    outside: set[str] = set()  # without names: tied tensors may be stored under either
     names = [name for name in files.files if not _LEFT_OUT.search(name)]
     specs = files.specs(names)
     for name, part in files.slices(names):
@@ -151,7 +151,7 @@ def _digest(files: CheckpointFiles, seconds: float) -> str:
             raise TimeoutError(f"reading samples of its weights took longer than {seconds:g} s")
         shape = specs[name].shape
         if not shape or 0 in shape or (len(shape) == 4 and shape[:2] == (1, 1)):
-            continue  # scalars; causal masks
+            continue  # scalars and causal masks
         match = _IN_LAYER.search(name)
         samples = hashlib.sha256()
         try:

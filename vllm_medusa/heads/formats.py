@@ -1,14 +1,14 @@
-"""The names of heads' tensors in checkpoints: one table, from which they are read and written.
+"""The names of heads' tensors in checkpoints: one table, used for reading and writing.
 
-| format | what it is |
+| format | description |
 |---|---|
 | ``v1`` | the reference's ``medusa_lm_head.pt``; TGI and TensorRT-LLM use the same names |
 | ``v2`` | v1 without LM heads: the target's is used |
-| ``vllm`` | stock vLLM's ``model.safetensors``, and what this package saves |
-| ``full`` | a Medusa-2 model: v1's or vLLM's names behind ``medusa_head.``, beside the target's |
-| ``hydra`` | the reference's Hydra heads (MLP variant), and what this package saves of them |
+| ``vllm`` | stock vLLM's ``model.safetensors``, also as saved by this package |
+| ``full`` | a Medusa-2 model: v1's or vLLM's names after ``medusa_head.``, with the target's |
+| ``hydra`` | the reference's Hydra heads (MLP variant), also as saved by this package |
 
-Medusa heads may have one ``lm_head`` for all heads, any heads a ``token_map``. Heads and layers are
+Medusa heads may share one ``lm_head``; all heads may have a ``token_map``. Heads and layers are
 counted from the names because the numbers in published configs are wrong (five heads and
 ``medusa_num_heads: 2``).
 
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 
 class Slot(NamedTuple):
-    """A tensor's place in heads, whatever its name in a file."""
+    """A tensor's role in heads, independent of its name in a file."""
 
     part: str  # "layer", "skip" (of Hydra's first layer), "lm_head" or "token_map"
     head: int | None = 0  # None: the LM head of all heads
@@ -34,10 +34,10 @@ class Slot(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What tensor names say."""
+    """Information from tensor names."""
 
     spelling: str  # a key of `NAMES`
-    prefix: str  # before each name of the heads, and of no other
+    prefix: str  # common to all names of the heads, and to no others
     slots: dict[Slot, str]  # the heads' tensors -> their names in the file
     left_over: list[str]  # neither the heads' nor the target's
 
@@ -46,7 +46,7 @@ TOKEN_MAP = Slot("token_map")
 NAMES = {
     "v1": {
         "layer": "{head}.{layer}.linear.{kind}",
-        "lm_head": "{head}.{layer}.{kind}",  # as the layer behind the last
+        "lm_head": "{head}.{layer}.{kind}",  # numbered after the last layer
     },
     "vllm": {
         "layer": "blocks.{head}.layers.{layer}.{kind}",
@@ -75,7 +75,7 @@ def is_head_tensor(name: str) -> bool:
 
 
 def head_names(names: Iterable[str]) -> list[str]:
-    """The names that belong to the heads: those behind a prefix if there are any, else all."""
+    """The names that belong to the heads: those with a prefix if there are any, else all."""
     names = list(names)
     return [name for name in names if is_head_tensor(name)] or names
 
@@ -91,7 +91,7 @@ def name_of(slot: Slot, spelling: str, num_layers: int) -> str:
 
 
 def read_names(names: Iterable[str]) -> Names:
-    """Tell heads' tensors, in the spelling that most names are in."""
+    """Identify heads' tensors, in the spelling of most names."""
     names = list(names)
     ours = head_names(names)
     match = _PREFIX.match(ours[0]) if ours else None
@@ -117,7 +117,7 @@ def read_names(names: Iterable[str]) -> Names:
 
 
 def heads_alone(names: Iterable[str]) -> bool:
-    """Whether these are the names of heads and of nothing else."""
+    """Whether these are names of heads only."""
     found = read_names(names)
     own = [slot for slot in found.slots if slot != TOKEN_MAP and slot.head is not None]
     return bool(own) and not found.left_over

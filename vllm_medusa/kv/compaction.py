@@ -1,7 +1,7 @@
-"""Compaction: move the KV of the accepted path to where plain decoding would have written it.
+"""Compaction: move the KV of the accepted path to the slots that plain decoding would use.
 
-Scoring leaves node i of a request in slot ``slots[i]``, in node order behind the context. The
-accepted node of depth d belongs in ``slots[d]``; what lies behind the path is garbage to be
+Scoring leaves node i of a request in slot ``slots[i]``, in node order after the context. The
+accepted node of depth d belongs in ``slots[d]``; slots after the path hold garbage to be
 overwritten. Parents come first, so a node never moves to a larger index:
 
     slots                 20    21    22    23    24    25
@@ -9,7 +9,7 @@ overwritten. Parents come first, so a node never moves to a larger index:
     accepted path 0 2 5
     after compaction       0     2     5     -     -     -      moves 22 -> 21, 25 -> 22
 
-Slot 22 is read and written, hence everything is read before anything is written.
+Slot 22 is read and written, so all reads come before all writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def accepted_moves(
     """(src, dst), int64 [B, D] each: column d - 1 has the slots read and written for depth d.
 
     ``slots`` is int64 [B, N]; ``path_nodes`` int64 [B, D + 1] and ``num_accepted`` int64 [B] come
-    from a `Path`. Where nothing was accepted both are the root's slot, so that padding in
+    from a `Path`. If nothing was accepted, both are the root's slot, so that padding in
     ``slots`` is never touched; a destination appears twice only in such no-op moves.
     """
     num_moves = path_nodes.shape[1] - 1
@@ -42,7 +42,7 @@ def copy_slots(
     """Copy slots ``src`` to ``dst`` (int64, one shape) in place, all reads before all writes.
 
     ``slot_dims`` is the dimension of ``cache`` that counts slots, or the pair (block, offset) for
-    a paged cache with slot = block * block_size + offset. Any layout and strides will do.
+    a paged cache with slot = block * block_size + offset. Any layout and strides are supported.
     """
     src, dst = src.flatten(), dst.flatten()
     if cache.element_size() == 1:

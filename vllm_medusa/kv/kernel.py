@@ -5,12 +5,12 @@ A program moves a chunk of the slot, for one request and one layer, along the wh
 depth by depth upwards. Nothing is overwritten before it is read: parents come before children, so
 the accepted node of depth d has index d or more, and distinct nodes have distinct slots. The slot
 written at depth d is node d's; a later depth e > d reads from a node e or higher, never from it.
-What a program reads and writes no other program touches, so the order of depths within each one is
-all that matters; a barrier keeps its threads to it. (`copy_slots` reads everything first and needs
+Programs touch disjoint memory, so only the order of depths within each program
+matters; a barrier makes its threads follow it. (`copy_slots` reads everything first and needs
 no order.)
 
-Caches are addressed through their pointers, as a launch takes no list of tensors, and copied as
-integers, so that fp8, bf16 and fp32 all stay what they are, bit by bit.
+Caches are addressed through pointers, because a launch takes no list of tensors, and copied as
+integers, so that fp8, bf16 and fp32 are copied bit by bit.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _compact_kernel(
         dst = tl.load(slots_ptr + depth * slots_n).to(tl.int64)
         src = (src // BLOCK_SIZE) * block_stride + (src % BLOCK_SIZE) * offset_stride
         dst = (dst // BLOCK_SIZE) * block_stride + (dst % BLOCK_SIZE) * offset_stride
-        moves = word < tl.where(node == depth, 0, WORDS)  # a node in its place stays
+        moves = word < tl.where(node == depth, 0, WORDS)  # no move if the node is in place
         value = tl.load(cache_ptr + src + within, mask=moves)
         tl.store(cache_ptr + dst + within, value, mask=moves)
         tl.debug_barrier()

@@ -1,9 +1,9 @@
-"""Compaction of the KV caches of many layers together.
+"""Compaction of the KV caches of many layers in one launch.
 
-Layers whose caches have one shape and share block tables need the same moves, so one launch can
-make them all, given where each cache lies and how a slot is laid out in it. A cache has one
-dimension or two (block, offset) that count slots; the rest, whatever its layout, comes down to
-runs of neighbouring bytes at two strides:
+Layers whose caches have the same shape and share block tables need the same moves, so one launch
+suffices, given the address of each cache and the layout of a slot. A cache has one
+or two dimensions (block, offset) that count slots; the others, in any layout, reduce to
+runs of contiguous bytes at two strides:
 
     cache                                          a slot is
     [blocks, block_size, heads, head_size]         1 run of heads * head_size
@@ -29,10 +29,10 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 @dataclass(frozen=True, eq=False)
 class LayerCaches:
-    """Caches of one shape, strides, dtype and device; built once, where the caches are made.
+    """Caches of one shape, strides, dtype and device; built once, when the caches are created.
 
     Lengths and strides are in words: the widest integers that a slot's bytes divide into in every
-    cache, so that any dtype is copied as it is.
+    cache, so that any dtype is copied unchanged.
     """
 
     caches: tuple[Tensor, ...]  # kept, so that the addresses stay valid
@@ -43,7 +43,7 @@ class LayerCaches:
     block_stride: int
     offset_stride: int
     outer: tuple[tuple[int, int], tuple[int, int]]  # (length, stride), (length, stride)
-    run: int  # words in a row
+    run: int  # contiguous words
 
     @classmethod
     def of(cls, caches: Sequence[Tensor], slot_dims: int | tuple[int, int] = 0) -> LayerCaches:
@@ -57,8 +57,8 @@ class LayerCaches:
         for cache in caches[1:]:
             if _form(cache) != _form(first):
                 raise ValueError(
-                    f"a cache is {_form(cache)}, another {_form(first)}. Describe layers of one "
-                    "form at a time"
+                    f"one cache is {_form(cache)}, another {_form(first)}. Describe layers of one "
+                    "kind at a time"
                 )
         dims = (slot_dims,) if isinstance(slot_dims, int) else slot_dims
         counted = [dim % first.ndim for dim in dims]
@@ -70,7 +70,7 @@ class LayerCaches:
         if len(outer) > 2:
             raise ValueError(
                 f"a slot of a cache with shape {tuple(first.shape)} and strides {first.stride()} "
-                f"lies at {len(outer)} strides; at most 2 are supported. Use another cache layout"
+                f"has {len(outer)} strides; at most 2 are supported. Use another cache layout"
             )
         outer = [(1, 0)] * (2 - len(outer)) + outer
         size = first.element_size()
@@ -124,7 +124,7 @@ def _form(cache: Tensor) -> tuple[object, ...]:
 
 
 def _runs(dims: Sequence[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
-    """Merge (length, stride) dims: elements in a row, then the dims over such rows, far first."""
+    """Merge (length, stride) dims: contiguous elements, then dims over these runs, outer first."""
     merged: list[tuple[int, int]] = []
     for length, stride in sorted(dims, key=lambda dim: dim[1], reverse=True):
         if length == 1:

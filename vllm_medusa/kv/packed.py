@@ -1,4 +1,4 @@
-"""Caches with scattered tokens, one offset per element (vLLM's on CPUs)."""
+"""Caches with scattered tokens, one offset per element (vLLM's CPU caches)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Packing(Protocol):
     def __hash__(self) -> int: ...
 
     def flat(self, kv_cache: Tensor) -> Tensor:
-        """View all elements of the cache as one row."""
+        """View all elements of the cache as one dimension."""
 
     def element_offsets(self, slots: Tensor) -> Tensor:
         """Offsets of all elements of the tokens in ``slots`` [...]: int64 [..., any]."""
@@ -31,8 +31,8 @@ def compact_packed(
 ) -> None:
     """Move every accepted node's KV to the slot of its depth; `layers.compact_layers`.
 
-    A cache that is given twice is moved once. Nothing is read where no token has to move, which is
-    asked on the host.
+    A cache that is passed twice is moved once. Nothing is read if no token has to move, which is
+    checked on the host.
     """
     src, dst = accepted_moves(slots, path_nodes, num_accepted)  # [B, D] each
     moved = src != dst

@@ -1,1 +1,1 @@
-"""Continuations found in a request's own prompt and output, as candidates of its draft tree."""
+"""Lookup: continuations found in a request's own prompt and output, as nodes of its draft tree."""

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""Lookup in Triton: a launch for the search through all requests' texts, one to join their trees.
+"""Lookup in Triton: one launch to search all requests' texts, one to join their trees.
 
-One program searches one request's text, a block of places at a time. Most blocks hold no place
-that agrees over two tokens, so a block is left as soon as none of its places does any more. One
-program joins one request's tree and chain; their nodes, at most 512, find their places by counting
-those that come before them. Texts grow from step to step and lie anywhere in their table: neither
-may make another kernel to compile.
+One program searches one request's text, a block of positions at a time. In most blocks there is no
+match of two tokens, so a block is abandoned as soon as no position matches. One
+program joins one request's tree and chain; their nodes, at most 512, are sorted by counting
+the nodes before each. Text lengths and addresses change from step to step; neither
+may trigger a recompilation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm_medusa.lookup.search import MAX_MATCH, MIN_MATCH
 from vllm_medusa.tree.drafts import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
-_BLOCK = 4096  # places of a text that are compared at once
+_BLOCK = 4096  # text positions compared at once
 _FROM_BOTH, _FROM_LOOKUP = tl.constexpr(FROM_BOTH), tl.constexpr(FROM_LOOKUP)
 
 
@@ -93,7 +93,7 @@ def search_kernel(
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The longest match of the text's end, the latest of equals."""
+    """The longest match of the text's end, the latest if several."""
     request = tl.program_id(0).to(tl.int64)
     texts_ptr += tl.load(rows_ptr + request).to(tl.int64) * texts_s
     length = tl.load(lengths_ptr + request).to(tl.int32)
@@ -103,11 +103,11 @@ def search_kernel(
     start = 0
     for first in range(0, last, BLOCK):
         place = first + lane
-        same = place < last  # [BLOCK], whether all tokens up to `back` agree
+        same = place < last  # [BLOCK], whether all tokens up to `back` match
         agree = tl.zeros([BLOCK], tl.int32)
         back = 0
         going = 1
-        while (back < MAX_MATCH) & (going > 0):  # no place agrees beyond the text's first token
+        while (back < MAX_MATCH) & (going > 0):  # no position matches beyond the text's first token
             same = same & (place >= back)
             before = tl.load(texts_ptr + (place - back), mask=same, other=0)
             same = same & (before == tl.load(texts_ptr + (last - back)))
@@ -123,7 +123,7 @@ def search_kernel(
     start = tl.where(is_found, start, 0)
     column = tl.arange(0, BLOCK_C)
     inside = column < count
-    source = start + column % tl.maximum(length - start, 1)  # behind its end in a circle
+    source = start + column % tl.maximum(length - start, 1)  # wraps around at the end
     token = tl.load(texts_ptr + source, mask=inside, other=0)
     tl.store(matched_ptr + request, matched)
     tl.store(found_ptr + request * count + column, token, mask=inside)
@@ -162,13 +162,13 @@ def join_kernel(
     levels,
     BLOCK: tl.constexpr,
 ):
-    """The nodes of a tree and of a chain below its root, the best first; shared ones once."""
+    """The nodes of a tree and of a chain below its root, best first, without duplicates."""
     request = tl.program_id(0).to(tl.int64)
     tokens_ptr += request * tokens_b
     parents_ptr += request * parents_b
     chain_ptr += request * chain_b
     surer_ptr += request * surer_b
-    index = tl.arange(0, BLOCK)  # of the tree's nodes, then of the chain's
+    index = tl.arange(0, BLOCK)  # tree nodes, then chain nodes
     place = index - nodes
     own = index < nodes
     of_chain = (place >= 0) & (place < size)
@@ -178,7 +178,7 @@ def join_kernel(
     values = tl.load(values_ptr + request * values_b + index, mask=own, other=float("-inf"))
     by = tl.load(by_ptr + request * by_b + index, mask=own, other=_FROM_LOOKUP)
 
-    at = 0  # the node that the chain has come to
+    at = 0  # last tree node shared with the chain
     shared = 0
     going = 1
     for level in range(levels):

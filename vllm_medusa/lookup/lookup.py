@@ -17,14 +17,14 @@ import torch
 from vllm_medusa.lookup.search import MAX_MATCH, Array, continuations, join
 from vllm_medusa.tree.drafts import DraftTrees
 
-MIN_SURVIVAL = 0.02  # of a copied token that is drafted
-_ENDS = (1, 2, 3, 5, 8, 12, 18, 26, MAX_MATCH)  # the longest match of each bucket
+MIN_SURVIVAL = 0.02  # min survival of a copied token to draft it
+_ENDS = (1, 2, 3, 5, 8, 12, 18, 26, MAX_MATCH)  # max match length of each bucket
 _PRIOR = (
     (0.2, 0.35, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93),  # greedy
     (0.1, 0.2, 0.3, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8),  # sampled
 )
 _PRIOR_TOKENS = 8.0  # weight of the prior
-_WINDOW = 256.0  # tokens over which a bucket is averaged
+_WINDOW = 256.0  # tokens in the average of a bucket
 _MAX_CHANCE = 0.995
 
 
@@ -38,23 +38,23 @@ class Lookup:
     def __init__(
         self, vocab_size: int, num_slots: int, max_tokens: int, device: torch.device | None
     ) -> None:
-        """``max_tokens`` bounds a continuation; no device: on the host."""
+        """``max_tokens`` limits a continuation; ``device`` None: on the host."""
         self.max_tokens = max_tokens
         self._vocab_size = vocab_size
         prior = np.array(_PRIOR, np.float32).flatten()
-        # the cell of a token of a greedy or sampled request, by how many tokens agree before it
+        # the cell of a token: greedy or sampled request, number of matching tokens before it
         bucket = np.searchsorted(_ENDS, np.arange(MAX_MATCH + max_tokens).clip(0, MAX_MATCH))
         self._xp: Any = np if device is None else torch
 
         def kept(array: np.ndarray) -> Array:
             return array if device is None else torch.from_numpy(array).to(device)
 
-        with torch.inference_mode(False):  # else only inference mode could write to them
+        with torch.inference_mode(False):  # otherwise writable only in inference mode
             self._places = kept(np.arange(max_tokens))
             self._cell_of = kept(np.stack([bucket, bucket + len(_ENDS)]))
             self._cells, self._prior = kept(np.arange(prior.size)), kept(prior)
             self._right, self._tried = kept(np.zeros_like(prior)), kept(np.zeros_like(prior))
-            # of each slot: what was found, its tokens' cells, the length of the text then
+            # per slot: the continuation, its tokens' cells, the text length at that time
             self._found = kept(np.full((num_slots, max_tokens), -1))
             self._cell = kept(np.zeros((num_slots, max_tokens), np.int64))
             self._length = kept(np.full(num_slots, -1))
@@ -67,7 +67,7 @@ class Lookup:
 
     @property
     def chances(self) -> Array:
-        """float32 [18]: of the next token, by bucket of matched tokens; greedy, then sampled."""
+        """float32 [18]: accuracy of the next token, by bucket; greedy, then sampled."""
         chance = (self._right + _PRIOR_TOKENS * self._prior) / (self._tried + _PRIOR_TOKENS)
         return chance.clip(0.0, _MAX_CHANCE)
 
@@ -76,8 +76,8 @@ class Lookup:
         slots: Array,  # int64 [B]
         texts: Array,  # integer [rows, L], prompts and outputs
         rows: Array,  # int64 [B], each request's row of ``texts``
-        lengths: Array,  # int64 [B], of the requests' texts
-        num_new: Array,  # int64 [B], how many of a text's last tokens are new
+        lengths: Array,  # int64 [B], text length of each request
+        num_new: Array,  # int64 [B], number of new tokens at the end of each text
     ) -> None:
         """Update estimates from the requests' new tokens and their last continuations."""
         before, found, places = self._length[slots], self._found[slots], self._places
@@ -101,14 +101,14 @@ class Lookup:
         texts: Array,
         rows: Array,
         lengths: Array,
-        trees: DraftTrees,  # that were drafted for the requests
-        depth: Array,  # int64 [B], max useful depth; 0: nothing is copied
+        trees: DraftTrees,  # drafted for the requests
+        depth: Array,  # int64 [B], max useful depth; 0: no copies
         sampled: Array,  # bool [B], whether a request samples
-        levels: int,  # bound of the depth of ``trees``
+        levels: int,  # upper bound of the depth of ``trees``
     ) -> DraftTrees:
         """The requests' trees with copied continuations."""
         matched, found = continuations(texts, rows, lengths, self.max_tokens)
-        no_token = (found < 0) | (found >= self._vocab_size)  # in place of an image, say
+        no_token = (found < 0) | (found >= self._vocab_size)  # such as an image placeholder
         useless = (self._places >= depth[:, None]) | (matched == 0)[:, None]
         ends = (no_token | useless).cumsum(1) > 0
         found = self._xp.where(ends, -1, found)

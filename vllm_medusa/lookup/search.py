@@ -1,10 +1,10 @@
 r"""Earlier occurrences of requests' last tokens, and their continuations as chains.
 
-    text          a b c d e a b c        the last three stood at 0 already
-    matched 3, start 3                   so d e may follow, and then a b c d e ... again
+    text          a b c d e a b c        the last three also occur at 0
+    matched 3, start 3                   so d e may follow, then a b c d e ... again
 
-The longest match is used, and the latest of equal ones. The continuation is a chain below the root.
-Tokens that are nodes of the tree are shared, with the larger of both survivals; the rest is
+The longest match is used, and the latest if several. The continuation is a chain below the root.
+Tokens that are already nodes of the tree are shared, with the larger survival; the rest is
 appended below the last shared node.
 
     tree   0          chain  x y z      joined  0
@@ -15,8 +15,8 @@ appended below the last shared node.
                                                  \
                                                   z
 
-Texts are numpy arrays on the host, or tensors on a device, where the search and the joining are a
-Triton kernel each (`kernel`); the functions that end in ``_numpy`` do the same on the host.
+Texts are numpy arrays on the host, or tensors on a device, where search and join are one
+Triton kernel each (`kernel`); the functions ending in ``_numpy`` do the same on the host.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch import Tensor
 
 from vllm_medusa.tree.drafts import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
-MAX_MATCH = 32  # tokens that are compared
-MIN_MATCH = 2  # tokens that have to agree
-_PLACES = 2048  # the latest places, compared further
+MAX_MATCH = 32  # max tokens to compare
+MIN_MATCH = 2  # min tokens that must match
+_PLACES = 2048  # max latest positions to compare further
 
 Array = Any  # a numpy array on the host, a tensor on a device
 
@@ -39,12 +39,12 @@ Array = Any  # a numpy array on the host, a tensor on a device
 def continuations(
     texts: Array,  # integer [rows, L]
     rows: Array,  # int64 [B], each request's row
-    lengths: Array,  # int64 [B], of the requests' texts
+    lengths: Array,  # int64 [B], text length of each request
     count: int,
 ) -> tuple[Array, Array]:
-    """Number of last tokens that match an earlier place, and ``count`` tokens after it.
+    """Number of last tokens that match an earlier position, and the ``count`` tokens after it.
 
-    int64 [B] and [B, count]; at the end of the text they repeat. Any tokens where none agree.
+    int64 [B] and [B, count]; they repeat at the end of the text. Arbitrary tokens without a match.
     """
     if isinstance(texts, Tensor):
         from vllm_medusa.lookup import kernel
@@ -69,12 +69,12 @@ def continuations_numpy(
 def longest_match(tokens: np.ndarray) -> tuple[int, int]:
     """Length of the best match of the end of ``tokens`` [n], and its continuation; (0, 0): none.
 
-    One pass over the text for each of the `MIN_MATCH` last tokens, then only its few places.
+    One pass over the text for each of the `MIN_MATCH` last tokens, then only over candidates.
     """
     last = len(tokens) - 1
     if last < MIN_MATCH:
         return 0, 0
-    first = MIN_MATCH - 1  # the first place with MIN_MATCH tokens
+    first = MIN_MATCH - 1  # the first position with MIN_MATCH tokens
     same = tokens[first:last] == tokens[last]
     for back in range(1, MIN_MATCH):
         same &= tokens[first - back : last - back] == tokens[last - back]
@@ -85,7 +85,7 @@ def longest_match(tokens: np.ndarray) -> tuple[int, int]:
     ending = tokens[last - steps]
     latest = int(places[-1])
     if latest + 1 >= MAX_MATCH and (tokens[latest - steps] == ending).all():
-        return MAX_MATCH, latest + 1  # as it is in loops, with many places
+        return MAX_MATCH, latest + 1  # typical of loops, with many positions
     before = places[:, None] - steps  # [places, MAX_MATCH]
     same = (tokens[before.clip(0)] == ending) & (before >= 0)
     lengths = np.logical_and.accumulate(same, axis=1).sum(1)
@@ -97,10 +97,10 @@ def join(trees: DraftTrees, chain: Array, log_survival: Array, levels: int) -> D
     """The best nodes of ``trees`` and of a chain below each root.
 
     Args:
-        trees: N nodes each, as the result has.
+        trees: N nodes each, as in the result.
         chain: int64 [B, D].
-        log_survival: float32 [B, D], falling; -inf behind its end.
-        levels: bound of the depth of ``trees``.
+        log_survival: float32 [B, D], decreasing; -inf after its end.
+        levels: upper bound of the depth of ``trees``.
 
     """
     if isinstance(chain, Tensor):
@@ -120,7 +120,7 @@ def join_numpy(
     values, source = trees.log_survival.numpy().copy(), trees.source.numpy().copy()
     (batch, nodes), size = tokens.shape, chain.shape[1]
     every, places = np.arange(batch), np.arange(size)
-    at = shared = np.zeros(batch, np.int64)  # the last shared node, and how many there are
+    at = shared = np.zeros(batch, np.int64)  # the last shared node, and the number of shared nodes
     for level in range(min(levels, size)):
         surer = log_survival[:, level]
         same = (parents == at[:, None]) & (tokens == chain[:, level, None]) & np.isfinite(values)

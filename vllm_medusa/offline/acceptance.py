@@ -1,13 +1,13 @@
 """Acceptance statistics of a request, from the number of tokens per engine step.
 
-The first step of a request is its prefill: it delivers one token and verifies nothing. Every later
-step verifies one tree and delivers the accepted draft tokens and then one token of the target's
-own (recovered or bonus). Hence, over ``n`` verification steps,
+The first step of a request is its prefill: it yields one token and verifies nothing. Every later
+step verifies one tree and yields the accepted draft tokens followed by one token of the target
+(recovered or bonus). Hence, over ``n`` verification steps,
 
     accepted = sum(delivered - 1),    tau = tokens per step = 1 + accepted / n.
 
-A step cut short by a stop token or the token limit counts what it delivered, so tau is the number
-of tokens the user got and never more. Plain decoding is the case ``accepted = 0``, ``tau = 1``.
+A step truncated by a stop token or the token limit counts only its delivered tokens, so tau is
+based on the tokens the user received. Plain decoding has ``accepted = 0`` and ``tau = 1``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance of one request or, summed, of many.
+    """Acceptance of one request, or the sum over many.
 
     ``histogram[a]`` counts the verification steps that accepted ``a`` draft tokens.
     """
@@ -28,9 +28,9 @@ class Acceptance:
 
     @classmethod
     def of(cls, delivered: Sequence[int]) -> Acceptance:
-        """From the token counts of a request's steps that delivered any, prefill first."""
+        """From the token counts of a request's non-empty steps, prefill first."""
         if any(tokens < 1 for tokens in delivered):
-            raise ValueError(f"every step delivers a token; got {list(delivered)}")
+            raise ValueError(f"every step must deliver a token; received {list(delivered)}")
         return cls.from_counts(Counter(tokens - 1 for tokens in delivered[1:]))
 
     @classmethod
@@ -54,10 +54,10 @@ class Acceptance:
 
     @property
     def accepted(self) -> int:
-        """Draft tokens that were accepted and delivered."""
+        """Accepted and delivered draft tokens."""
         return sum(a * n for a, n in enumerate(self.histogram))
 
     @property
     def tau(self) -> float | None:
-        """Tokens per verification step; None when there was none."""
+        """Tokens per verification step; None without any."""
         return 1 + self.accepted / self.steps if self.steps else None

@@ -1,7 +1,7 @@
 """Run prompts through an engine and yield each result when it is finished.
 
 At most ``concurrency`` prompts are in the engine at a time; a conversation keeps its place until
-its last turn is answered. Results therefore come in the order in which prompts finish. A session
+its last turn is answered. So results are in order of completion. A session
 decides what is requested for a prompt: `Conversation` requests one answer to each turn.
 """
 
@@ -16,35 +16,35 @@ from vllm_medusa.offline.prompts import Message, Prompt
 
 
 class RequestRefused(ValueError):
-    """The engine refuses one prompt, for instance because it is too long."""
+    """The engine refuses one prompt, for example because it is too long."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens of one request from one engine step; none only where the request finished."""
+    """New tokens of one request from one engine step; empty only if the request finished."""
 
     key: str
     text: str
     token_ids: Sequence[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_token_ids: Sequence[int] = ()  # of the whole request, where the engine has them
+    prompt_token_ids: Sequence[int] = ()  # of the whole request, if the engine provides them
 
 
 class Engine(Protocol):
-    """Engine interface of batch generation; `RequestRefused` is for prompts it can't run."""
+    """Engine interface of batch generation; `RequestRefused` is raised for prompts it can't run."""
 
     def submit(
         self,
-        key: str,  # names the request in ``step``'s answers
-        prompt: str | list[int],  # text, or token ids to be used as they are
-        seed: int | None,  # of the request's own random numbers; None for the engine's
-        options: Mapping[str, Any],  # sampling parameters, before the engine's
+        key: str,  # identifies the request in the output of ``step``
+        prompt: str | list[int],  # text, or token ids
+        seed: int | None,  # of the request; None for the engine's random state
+        options: Mapping[str, Any],  # sampling parameters that override the engine's
     ) -> None:
         """Queue a request."""
 
     def step(self) -> list[Delta]:
-        """Run one engine step for the queued requests and return what it delivered."""
+        """Run one engine step for the queued requests and return its output."""
 
     def render(self, messages: list[Message]) -> list[int]:
         """Token ids of a conversation up to the model's next answer."""
@@ -75,7 +75,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished prompt: one answer, or one per turn up to a refused one."""
+    """A finished prompt: one answer, or one per turn until one was refused."""
 
     prompt: Prompt
     answers: tuple[Answer, ...]
@@ -95,7 +95,7 @@ class Result:
         """One line of the result file, plain JSON.
 
         ``text``, ``token_ids`` and the reasons are those of the last turn; ``turns`` lists all of
-        them and is there only when the prompt has several.
+        them and is present only if the prompt has several.
         """
         record: dict[str, Any] = {"index": self.prompt.index, "request_id": self.prompt.request_id}
         turns = [
@@ -162,16 +162,16 @@ class Conversation:
 
 
 def run_batch(
-    prompts: Iterable[Prompt],  # read only as fast as they are run
-    engine: Engine,  # requests that others queued in it must be finished
+    prompts: Iterable[Prompt],  # read lazily
+    engine: Engine,  # it must have no unfinished requests
     *,
     concurrency: int,  # prompts in the engine at a time, at least 1
     seed: int | None = None,  # prompt ``index`` uses ``seed + index`` in all its turns
-    session: Callable[[Prompt], Session] = Conversation,  # begins a prompt
+    session: Callable[[Prompt], Session] = Conversation,  # creates the session of a prompt
 ) -> Iterator[Result]:
-    """Generate for every prompt; yields results in the order in which they finish.
+    """Generate for every prompt; yields results in order of completion.
 
-    A prompt that the engine refuses gives a result with ``error`` set and the answers before.
+    A prompt that the engine refuses yields a result with ``error`` and the earlier answers.
     """
     if concurrency < 1:
         raise ValueError(f"concurrency is {concurrency}; it must be at least 1.")

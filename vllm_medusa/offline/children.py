@@ -24,7 +24,7 @@ Channel: TypeAlias = "Connection[Any, Any]"
 R = TypeVar("R")
 
 _FAILED = "failed"
-_INTERRUPTED = 130  # the status of a process that SIGINT ended
+_INTERRUPTED = 130  # exit status of a process ended by SIGINT
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHOWN_LINES = 25
 _SHOWN_BYTES = 1 << 14
@@ -35,12 +35,12 @@ _KINDS = {"ValueError": ValueError, "OSError": OSError, "JobFailed": JobFailed}
 class Child:
     """A fresh Python process that runs ``body(channel)``; use it as a context manager.
 
-    It has a process group of its own, so Ctrl-C reaches this process only. If this process is
+    It has its own process group, so Ctrl-C reaches only this process. If this process is
     killed, the kernel kills the child (on Linux).
     """
 
     def __init__(self, name: str, body: Callable[[Channel], None], log: IO[bytes]):
-        """Start it: ``body`` is a function of a module, ``log`` gets what the process prints."""
+        """Start it: ``body`` is a module-level function, ``log`` receives the process's output."""
         self._name, self._log = name, log
         ours, theirs = socket.socketpair()
         with theirs:
@@ -53,14 +53,14 @@ class Child:
                 process_group=0,
             )
         self.channel: Channel = Connection(ours.detach())
-        self.channel.send(sys.path)  # on its own: what follows is imported from there
+        self.channel.send(sys.path)  # first, because later messages are imported from there
         self.channel.send(body)
 
     def receive(self) -> Any:
-        """Return what the process sends next: a pair of a word and something.
+        """Return the next message of the process: a pair of a word and a value.
 
         Raises JobFailed: it ended or failed; the message has the end of its log; KeyboardInterrupt:
-        it was interrupted, and this process was not.
+        it was interrupted, but this process was not.
         """
         try:
             message = self.channel.recv()
@@ -98,13 +98,13 @@ def run_in_process(
 ) -> R:
     """Run ``job(options, progress=progress, **more)`` in a subprocess.
 
-    The job is a function of a module; its options and result have to be values that can be pickled.
-    The process's output and the notes are appended to the log.
+    The job is a module-level function; its options and result must be picklable.
+    The process's output and notes are appended to the log.
 
     Raises:
-        ValueError, OSError, JobFailed: what the job raises, with its text.
-        JobFailed: the process broke off; the text has the end of its log.
-        KeyboardInterrupt: here or there; the job has been interrupted and has ended.
+        ValueError, OSError, JobFailed: raised by the job, with the same text.
+        JobFailed: the process died; the text has the end of its log.
+        KeyboardInterrupt: in either process; the job has been interrupted and has ended.
 
     """
     with log.open("a+b") as file, Child("the job", _run, file) as child:
@@ -148,7 +148,7 @@ class _Sent(Progress):
         self._send("at", what, done, total, text)
 
     def _send(self, kind: str, *values: Any) -> None:
-        with suppress(BrokenPipeError):  # the parent has gone; a signal will follow
+        with suppress(BrokenPipeError):  # the parent has ended; a signal will follow
             self._channel.send((kind, values))
 
 
@@ -176,7 +176,7 @@ def _die_with(parent: int) -> None:
 def _main(descriptor: str, parent: str) -> None:
     """Run the received body; ends the process."""
     _die_with(int(parent))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     channel: Channel = Connection(int(descriptor))
     try:
         sys.path[:] = channel.recv()
@@ -184,7 +184,7 @@ def _main(descriptor: str, parent: str) -> None:
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     except Exception as error:
-        traceback.print_exc()  # first: who reads the failure interrupts this process
+        traceback.print_exc()  # first, because the reader of the failure interrupts this process
         channel.send((_FAILED, f"failed: {type(error).__name__}: {error}"))
         sys.exit(1)
 

@@ -1,6 +1,6 @@
 """The compare job: heads against plain vLLM, for several tree sizes and dynamic trees.
 
-The result is a JSON document; its wording is also here, because reports quote it.
+The result is a JSON document; its wording is also here, because reports use it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MIN_PROMPTS = 6  # min prompts to measure on
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured: ``document`` is what the output holds, plain JSON."""
+    """Measurements; ``document`` is the output as plain JSON."""
 
     document: dict[str, Any]
 
@@ -53,12 +53,12 @@ def compare(
     All are compared with the same plain engine; the figures are written.
 
     Raises:
-        PromptError: no prompt can be used, or there are bad lines that are not to be skipped.
-        HeadsError: the heads can't be read, or are of another width than the target.
-        MedusaConfigError: the tree doesn't fit them.
-        FileRefused: the output holds something else than figures.
+        PromptError: no usable prompts, or bad lines without ``skip``.
+        HeadsError: the heads are unreadable, or their width is not the target's.
+        MedusaConfigError: the tree doesn't fit the heads.
+        FileRefused: the output has other contents than figures.
         EngineRefused: vLLM or the plugin refuses to start.
-        JobFailed: an engine ended.
+        JobFailed: an engine died.
 
     """
     output = options.output
@@ -96,7 +96,7 @@ def compare(
         return EngineProcess(settings, sampling)
 
     def beside(plain: EngineProcess, budget: int | None) -> dict[str, Any]:
-        if drafter:  # it builds its trees itself, as large as they may be
+        if drafter:  # it builds its own trees, up to the budget
             size = None if budget is None else str(budget)
             config = medusa_config(options.heads, options.tree, budget=size)
         else:
@@ -105,7 +105,7 @@ def compare(
                 config["tree"] = tree or OWN_TREE
         done, groups = count(1), rounds * -(-len(prompts) // options.batch)
         name = "automatic trees" if budget is None else plural(budget, "draft node")
-        what = f"plain and {name} in turn"
+        what = f"plain and {name}, alternating"
         with start(f"vLLM with {name}", config) as medusa:
             measured = run_in_turn(
                 plain,
@@ -118,7 +118,7 @@ def compare(
                 progress=lambda: progress.at(what, next(done), groups),
             )
         row = {"num_draft_tokens": budget, **measured.figures()}
-        progress.note(f"{name}: {row['ratio']:.2f} times plain vLLM")
+        progress.note(f"{name}: {row['ratio']:.2f} times plain vLLM's speed")
         return row
 
     with start("plain vLLM", None) as plain:
@@ -148,9 +148,9 @@ def compare(
 
 
 def affordable(seconds: float, turn: float, prompts: int, rounds: int) -> tuple[int, int]:
-    """Prompts and rounds that fit into a time, when a prompt takes ``turn`` seconds in a round.
+    """Prompts and rounds that fit into a time limit, if a prompt takes ``turn`` seconds per round.
 
-    Rounds are reduced first, down to 2, then prompts, down to `_MIN_PROMPTS`, and last the rounds.
+    Rounds are reduced first, to 2, then prompts, to `_MIN_PROMPTS`, and finally rounds.
     """
     turns = int(seconds / turn)
     rounds = min(rounds, max(2, turns // prompts))
@@ -162,12 +162,12 @@ def affordable(seconds: float, turn: float, prompts: int, rounds: int) -> tuple[
 def refuse_misfit(heads: str, target: str) -> None:
     """Refuse heads of another hidden size before plain vLLM is started.
 
-    Raises HeadsError: the target is a folder whose hidden size the heads, or the drafter, don't
-    have.
+    Raises HeadsError: the target is a folder whose hidden size differs from that of the heads or
+    drafter.
     """
     config = Path(target) / "config.json"
     if not config.is_file():
-        return  # of the hub: vLLM gets it
+        return  # on the hub: downloaded by vLLM
     needed = config_sizes(read_json(config))["hidden_size"]
     if drafter_method(heads) is not None:
         found = inspect_eagle(heads).target_hidden_size
@@ -175,8 +175,8 @@ def refuse_misfit(heads: str, target: str) -> None:
         found = peek_heads(heads).hidden_size
     if needed not in (None, found):
         raise HeadsError(
-            f"{heads} is for targets of hidden size {found}, {target} has {needed}. Give the "
-            "target that it was trained with, or heads trained for this one"
+            f"{heads} is for targets of hidden size {found}, but {target} has {needed}. Use the "
+            "target that it was trained with, or heads trained for this target"
         )
 
 
@@ -198,7 +198,7 @@ def drafter_budgets(options: CompareOptions) -> list[int]:
 
 
 def positions(options: CompareOptions, prompts: Sequence[Prompt]) -> list[int]:
-    """Number of positions of each prompt with its answers; refused prompts are left out."""
+    """Number of positions of each prompt with its answers; refused prompts are omitted."""
     from transformers import AutoTokenizer
 
     measured = measure(prompts, AutoTokenizer.from_pretrained(options.target))
@@ -206,7 +206,7 @@ def positions(options: CompareOptions, prompts: Sequence[Prompt]) -> list[int]:
 
 
 def prompts_of(options: CompareOptions, progress: Progress = SILENT) -> list[Prompt]:
-    """The first prompts of the file; of records each distinct one."""
+    """The first prompts of the file, or the first distinct prompts of records."""
     prompts = load_prompts(options.prompts, on_bad_line=options.on_bad_line, progress=progress)
     distinct = {prompt.token_ids or prompt.index: prompt for prompt in reversed(prompts)}
     return sorted(distinct.values(), key=lambda prompt: prompt.index)[: options.limit]
@@ -219,7 +219,7 @@ def is_document(document: Mapping[str, Any]) -> bool:
 
 
 def all_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of all budgets, ascending, and the automatic one, if it was measured."""
+    """All budgets, ascending, then automatic if it was measured."""
     automatic = document.get(AUTOMATIC)
     return [*document["rows"], *([automatic] if automatic else [])]
 
@@ -232,7 +232,7 @@ def setting(document: dict[str, Any]) -> str:
     prompts, rounds = plural(document["prompts"], "prompt"), plural(document["rounds"], "round")
     return (
         f"{prompts} of {document['data']}, up to {document['max_tokens']} new tokens each, {mode}, "
-        f"batch {document['batch']}; {rounds}, plain vLLM and vLLM with the heads in turn; "
+        f"batch {document['batch']}; {rounds}, plain vLLM and vLLM with the heads alternating; "
         f"{format_machine(document['machine'])}."
     )
 
@@ -252,7 +252,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def markdown(document: dict[str, Any]) -> list[str]:
-    """The same as lines of Markdown."""
+    """The rows as lines of Markdown."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for row in all_rows(document):
         values = cells(row)
@@ -268,7 +268,7 @@ def conclusion(document: dict[str, Any]) -> str:
     different = sum(row["differing_requests"] for row in rows)
     requests = sum(row["requests"] for row in rows)
     if not different:
-        said = [f"All tokens of {requests} requests are plain vLLM's."]
+        said = [f"All tokens of {requests} requests equal plain vLLM's."]
     else:
         first = next(d for row in rows for d in row["differences"])
         said = [
@@ -276,10 +276,10 @@ def conclusion(document: dict[str, Any]) -> str:
             f"({first['request_id']}) at token {first['position']}."
         ]
         said.append(
-            "In float32 that must not happen: please report it."
+            "This must not happen in float32: please report it."
             if document["dtype"] == "float32"
-            else f"In {document['dtype']} the rounding of a matrix product depends on how many "
-            "rows it has, in plain vLLM too, so near-ties fall otherwise; float32 has none."
+            else f"In {document['dtype']} the rounding of a product depends on the number of "
+            "rows, also in plain vLLM, so near-ties may differ; use float32 to exclude them."
         )
     best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
     size = plural(best["num_draft_tokens"], "draft node")
@@ -290,9 +290,9 @@ def conclusion(document: dict[str, Any]) -> str:
     else:
         said.append(
             f"No tree is faster than plain vLLM on this machine: the best, {size}, reaches "
-            f"{best['ratio']:.2f} times its throughput. Heads pay where a step's time is spent "
+            f"{best['ratio']:.2f} times its throughput. Heads help if a step's time is spent "
             "loading weights: with larger targets, smaller batches, or more cores."
         )
     if automatic := document.get(AUTOMATIC):
-        said.append(f"With no tree named (automatic) it is {automatic['ratio']:.2f} times.")
+        said.append(f"With automatic trees it is {automatic['ratio']:.2f} times plain vLLM.")
     return " ".join(said)

@@ -1,13 +1,13 @@
-"""Conversations and plain texts to token ids, and the spans that the assistant wrote.
+"""Convert conversations and plain texts to token ids, with the spans of the assistant.
 
-A conversation is rendered whole with the tokenizer's chat template. An assistant's span begins
-where the prompt of that turn ends, exactly as it would be sent to the model for an answer, and ends
-after the token that ends the turn, because the model has to write that token too:
+A conversation is rendered as a whole with the tokenizer's chat template. An assistant's span starts
+where the prompt of that turn ends, exactly as it would be sent to the model, and ends
+after the token that ends the turn, because the model has to generate that token too:
 
     <|im_start|>user / Hi<|im_end|> / <|im_start|>assistant / Hello!<|im_end|> /
                                                               ^^^^^^^^^^^^^^^^ span
 
-Some templates rewrite earlier turns (for instance, they drop reasoning), so that no mask is
+Some templates rewrite earlier turns (for example, they drop reasoning), so that no mask is
 correct: such a conversation is refused with the reason.
 """
 
@@ -31,12 +31,12 @@ _Encoded = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # token ids, spa
 
 
 def encode_text(value: Any, tokenizer: Any) -> _Encoded:
-    """Token ids of a plain text, and one span of all but the first.
+    """Token ids of a plain text, and one span of all tokens except the first.
 
-    Raises PromptError: it is not a text, or too short to predict anything.
+    Raises PromptError: not a text, or too short to predict anything.
     """
     if not isinstance(value, str) or not value:
-        raise PromptError(f"'text' is {value!r:.60}; use a text that isn't empty")
+        raise PromptError(f"'text' is {value!r:.60}; use a non-empty string")
     require_characters(value)
     ids = tuple(tokenizer(value)["input_ids"])
     if len(ids) < 2:
@@ -45,13 +45,13 @@ def encode_text(value: Any, tokenizer: Any) -> _Encoded:
 
 
 def encode_conversation(value: Any, key: str, tokenizer: Any) -> _Encoded:
-    """Token ids of a conversation up to the last assistant's turn, and the assistant's spans.
+    """Token ids of a conversation up to the last assistant turn, and the assistant's spans.
 
     ``key`` is "messages" (role, content) or "conversations" (ShareGPT's from, value).
 
     Raises:
-        PromptError: it is not a conversation, has no assistant's turn, or the chat template doesn't
-            show which tokens the assistant writes.
+        PromptError: it is not a conversation, has no assistant turn, or the chat template doesn't
+            show which tokens the assistant generates.
 
     """
     messages = _messages(value, key)
@@ -59,16 +59,16 @@ def encode_conversation(value: Any, key: str, tokenizer: Any) -> _Encoded:
     if not answers:
         raise PromptError(f"{key!r} has no assistant turn: there is nothing to train on")
     if all(m["role"] == "system" for m in messages[: answers[0]]):
-        raise PromptError(f"{key!r} begins with the assistant, who answers to nothing")
+        raise PromptError(f"{key!r} begins with an assistant turn, without a prompt")
     messages = messages[: answers[-1] + 1]
     text = render(messages, tokenizer)
-    cuts = []  # in characters: where each answer begins and ends
+    cuts = []  # start and end of each answer, in characters
     for place in answers:
         prompt = render(messages[:place], tokenizer, for_answer=True)
         if not text.startswith(prompt):
             raise PromptError(
-                f"the chat template rewrites what was said before: the prompt of message "
-                f"{place + 1} is not the beginning of the whole conversation"
+                f"the chat template rewrites earlier turns: the prompt of message "
+                f"{place + 1} is not a prefix of the whole conversation"
             )
         so_far = render(messages[: place + 1], tokenizer)
         content = messages[place]["content"]
@@ -81,8 +81,8 @@ def encode_conversation(value: Any, key: str, tokenizer: Any) -> _Encoded:
             start, end = encoded["offset_mapping"][len(before)]
             if start < cut < end:
                 raise PromptError(
-                    f"the tokens of the turn that ends in {text[max(0, cut - 20) : cut]!r} run "
-                    f"over into what follows, {text[cut : cut + 20]!r}"
+                    f"the tokens of the turn that ends in {text[max(0, cut - 20) : cut]!r} extend "
+                    f"into the next text, {text[cut : cut + 20]!r}"
                 )
         places.append(len(before))
     return tuple(encoded["input_ids"]), tuple(zip(places[::2], places[1::2], strict=True))
@@ -90,12 +90,12 @@ def encode_conversation(value: Any, key: str, tokenizer: Any) -> _Encoded:
 
 def _messages(value: Any, key: str) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise PromptError(f"{key!r} is {value!r:.60}; use a list of messages that isn't empty")
+        raise PromptError(f"{key!r} is {value!r:.60}; use a non-empty list of messages")
     messages = [_share_gpt(m) if key == "conversations" else read_message(m, key) for m in value]
     require_characters(*(m["content"] for m in messages))
     for number, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and not message["content"].strip():
-            raise PromptError(f"message {number} of {key!r} is by the assistant and empty")
+            raise PromptError(f"message {number} of {key!r} is an empty assistant turn")
     return messages
 
 
@@ -109,16 +109,16 @@ def _share_gpt(value: Any) -> Message:
         )
     if speaker not in _SPEAKERS:
         raise PromptError(
-            f"'conversations' has the speaker {speaker!r}; known are {', '.join(_SPEAKERS)}"
+            f"'conversations' has the speaker {speaker!r}; use one of {', '.join(_SPEAKERS)}"
         )
     return {"role": _SPEAKERS[speaker], "content": text}
 
 
 def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: Any) -> int:
-    """The end in ``text`` of the assistant's turn that begins at ``start``.
+    """The end in ``text`` of the assistant turn that starts at ``start``.
 
-    ``so_far`` is the conversation up to this turn as the template renders it: what it shares with
-    the whole text belongs to this turn and not to the next. Added tokens may end a turn.
+    ``so_far`` is the conversation up to this turn as rendered by the template: the prefix it shares
+    with the whole text belongs to this turn, not to the next. Added tokens may end a turn.
     """
     turn = text[start : common_length(text, so_far)]
     for words in (content, content.rstrip(), content.strip()):  # templates may trim
@@ -126,8 +126,8 @@ def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: An
             end = turn.index(words) + len(words)
             return start + end + len(turn_end(turn[end:], tokenizer) or "")
     raise PromptError(
-        f"the chat template doesn't put the assistant's words {content!r:.40} where its turn "
-        f"begins, or writes them otherwise when something follows them: {turn[:40]!r}"
+        f"the chat template doesn't put the assistant's text {content!r:.40} where its turn "
+        f"begins, or changes it when more text follows: {turn[:40]!r}"
     )
 
 
@@ -154,8 +154,8 @@ def render(messages: list[Message], tokenizer: Any, *, for_answer: bool = False)
 
     if getattr(tokenizer, "chat_template", None) is None:
         raise PromptError(
-            "the target's tokenizer has no chat template, which conversations need; name one, or "
-            "train on 'text' or on records of `vllm-medusa distill`"
+            "the target's tokenizer has no chat template, which conversations need; add one, or "
+            "train on 'text' or records of `vllm-medusa distill`"
         )
     try:
         text: str = tokenizer.apply_chat_template(
@@ -167,17 +167,17 @@ def render(messages: list[Message], tokenizer: Any, *, for_answer: bool = False)
 
 
 def encode_rendered(text: str, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids of a rendered conversation, which has all special tokens already."""
+    """Token ids of a rendered conversation, which includes all special tokens."""
     return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def prompt_ids(messages: list[Message], tokenizer: Any) -> list[int]:
-    """Token ids of the prompt of the target's next answer.
+    """Token ids of the prompt for the target's next answer.
 
-    Without a chat template the texts are joined as they are. Raises PromptError: the template
+    Without a chat template, texts are joined unchanged. Raises PromptError: the template
     refuses them.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         text = "".join(message["content"] for message in messages)
-        return list(tokenizer(text, verbose=False)["input_ids"])  # no warning of long ones
+        return list(tokenizer(text, verbose=False)["input_ids"])  # no warning for long texts
     return list(encode_rendered(render(messages, tokenizer, for_answer=True), tokenizer))

@@ -12,13 +12,13 @@ from vllm_medusa.offline.conversations import prompt_ids
 from vllm_medusa.offline.machine import available_memory
 from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError
 
-COMPILE_FROM = 50_000  # generated tokens; a compiled engine starts about a minute later
-ENGINE_BYTES = 3 << 29  # of vLLM's process, weights and cache aside
-_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
-_DRAFTS = 256  # slots for a tree's nodes
-_SLACK = 64  # tokens of an answer that has more of them in the next prompt, drafts at the end
+COMPILE_FROM = 50_000  # min generated tokens; compilation takes about a minute
+ENGINE_BYTES = 3 << 29  # of vLLM's process, excluding weights and cache
+_BLOCK = 128  # tokens per block of vLLM's cache on CPUs
+_DRAFTS = 256  # slots for tree nodes
+_SLACK = 64  # extra tokens, for answers that grow when re-tokenized and for final drafts
 _MIN_CACHE = 1 << 28
-_SHARE = 0.7  # of the memory besides weights and processes, for the cache
+_SHARE = 0.7  # of the memory left by weights and processes, for the cache
 _GPU_SHARE = 0.84  # of its memory, for all engines together
 
 
@@ -26,8 +26,8 @@ _GPU_SHARE = 0.84  # of its memory, for all engines together
 class Length:
     """Tokens of a prompt, counted by the target's tokenizer."""
 
-    whole: int  # of all its turns, without the answers
-    turns: int = 1  # answers
+    whole: int  # all turns, without answers
+    turns: int = 1  # number of answers
 
     def positions(self, max_tokens: int) -> int:
         """Max positions of prompt and answers."""
@@ -39,7 +39,7 @@ def measure(
 ) -> Iterator[Length | BadLine]:
     """Count each prompt's tokens.
 
-    A prompt that the chat template refuses, or with more than ``room`` tokens before its first
+    A prompt that the chat template refuses, or that has more than ``room`` tokens before its first
     answer, is a bad line.
     """
     for prompt in prompts:
@@ -58,7 +58,7 @@ def measure(
             yield BadLine(prompt.index, prompt.line, str(error))
             continue
         if room is not None and first > room:
-            reason = f"{first} tokens, and the target reads {room} before an answer"
+            reason = f"{first} tokens; the target's limit before an answer is {room}"
             yield BadLine(prompt.index, prompt.line, reason)
         else:
             yield Length(whole, max(1, len(prompt.turns)))
@@ -75,7 +75,7 @@ class TargetSizes:
 
     @classmethod
     def of(cls, target: str, dtype: str = "auto") -> TargetSizes:
-        """Read them from a folder or hub name; ``dtype`` is as vLLM names it."""
+        """Read them from a folder or hub name; ``dtype`` is a vLLM dtype."""
         from transformers import AutoConfig
 
         from vllm_medusa.heads.files import find_target
@@ -100,8 +100,8 @@ class TargetSizes:
 class EnginePlan:
     """Start-up settings of a job's engines."""
 
-    arguments: dict[str, Any]  # more of LLM's
-    batch: int  # prompts at a time
+    arguments: dict[str, Any]  # further arguments of LLM
+    batch: int  # concurrent prompts
     memory: int | None = None  # bytes of all engines together; None: vLLM's default
 
     @property
@@ -112,19 +112,19 @@ class EnginePlan:
 
 def fit(
     sizes: TargetSizes,
-    lengths: Iterable[int],  # positions that each text takes at most
-    batch: int,  # texts at a time that are wanted
+    lengths: Iterable[int],  # max positions of each text
+    batch: int,  # requested concurrent texts
     available: int,  # bytes of memory
-    engines: int = 1,  # at the same time
+    engines: int = 1,  # running concurrently
 ) -> EnginePlan:
-    """Cache for the longest ``batch`` texts at once, or for as many of them as fit.
+    """Size the cache for the longest ``batch`` texts, or for as many of them as fit.
 
-    Raises ValueError: there is no room for a single one.
+    Raises ValueError: not even one text fits.
     """
     limit = sizes.positions
     longest = nlargest(batch, (n if limit is None else min(n, limit) for n in lengths))
     slots = [-(-(n + _DRAFTS) // _BLOCK) * _BLOCK for n in longest]
-    # one block more, which vLLM keeps for itself
+    # one more block, which vLLM reserves
     needed = [(_BLOCK + total) * sizes.per_token for total in accumulate(slots)]
     fixed = sizes.weights + ENGINE_BYTES
     most = int(_SHARE * (available / engines - fixed))
@@ -133,8 +133,8 @@ def fit(
         raise ValueError(
             f"{who} {engines * (fixed + needed[0] / _SHARE) / 1e9:.1f} GB of memory for a single "
             f"text of {longest[0]} tokens ({sizes.weights / 1e9:.1f} GB of weights, "
-            f"{needed[0] / 1e9:.2f} GB of cache each), and {available / 1e9:.1f} GB are available. "
-            "Free memory, lower the tokens of an answer, leave out the longest prompts, or use a "
+            f"{needed[0] / 1e9:.2f} GB of cache each), but {available / 1e9:.1f} GB are available. "
+            "Free memory, lower the tokens per answer, omit the longest prompts, or use a "
             "smaller --dtype."
         )
     together = sum(each <= most for each in needed)
@@ -150,22 +150,22 @@ def fit(
 
 def plan_engine(
     target: str,  # folder or hub name
-    lengths: Iterable[int],  # positions that each text takes at most
-    batch: int,  # texts at a time
-    max_model_len: int | None = None,  # where the user set one
+    lengths: Iterable[int],  # max positions of each text
+    batch: int,  # concurrent texts
+    max_model_len: int | None = None,  # if set by the user
     *,
     dtype: str = "auto",
-    tokens: int = 0,  # that the job generates, at most
-    engines: int = 1,  # on this machine at the same time
+    tokens: int = 0,  # max generated tokens of the job
+    engines: int = 1,  # running concurrently on this machine
 ) -> EnginePlan:
     """Default engine arguments.
 
     On CPUs a small job runs eagerly, which starts in seconds, and the key-value cache is just large
-    enough. On a GPU several engines share its memory. Prompts are prefilled whole every time, so
-    that rounds are alike.
+    enough. On a GPU, several engines share its memory. Prefix caching is off, so
+    that rounds are comparable.
 
     Raises:
-        ValueError: not even one text fits into the memory that is available.
+        ValueError: not even one text fits into the available memory.
 
     """
     import torch

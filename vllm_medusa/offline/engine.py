@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of all requests of a job; the seed is given with each request."""
+    """Sampling parameters of all requests of a job; the seed is passed with each request."""
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -46,9 +46,9 @@ def medusa_config(
     heads: str | None,  # folder or hub name
     tree: str | None = None,  # preset name, JSON file, or JSON text
     acceptance: str | None = None,  # "lossless", "typical", or JSON text
-    num_speculative_tokens: int | None = None,  # at most this many draft nodes
+    num_speculative_tokens: int | None = None,  # max draft nodes
     budget: str | None = None,  # "auto", a number, or JSON text, for dynamic trees
-    lookup: bool = False,  # copies from the request's own texts too, without heads alone
+    lookup: bool = False,  # also draft copies of the request's own text; without heads, only copies
 ) -> dict[str, Any]:
     """The ``speculative_config`` of an engine, from command-line options.
 
@@ -57,7 +57,7 @@ def medusa_config(
     """
     method = None
     if heads is not None and Path(heads).expanduser().is_dir():
-        from vllm_medusa.heads.eagle import drafter_method  # torch is slow
+        from vllm_medusa.heads.eagle import drafter_method  # imports torch, which is slow
 
         method = drafter_method(heads)
     if method is not None:
@@ -73,7 +73,7 @@ def medusa_config(
     return {"method": method or "medusa"} | {k: v for k, v in options.items() if v is not None}
 
 
-MEMORY_OPTIONS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}  # no token depends on them
+MEMORY_OPTIONS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}  # tokens do not depend on them
 
 
 def without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,14 +102,14 @@ def check_engine_args(names: Iterable[str]) -> None:
             meant = f" Did you mean {' or '.join(close)}?" if close else ""
             raise EngineRefused(
                 f"--engine-args: {name!r} is not an argument of vLLM's LLM.{meant} Correct it, or "
-                "leave it out."
+                "omit it."
             )
 
 
 def refuse_unserved(settings: EngineSettings) -> None:
     """Check a configuration with vLLM and the plugin, without loading weights.
 
-    Raises EngineRefused: an engine would not start with it, and why.
+    Raises EngineRefused: an engine would not start with it, with the reason.
     """
     from vllm import EngineArgs
 
@@ -120,7 +120,7 @@ def refuse_unserved(settings: EngineSettings) -> None:
             speculative_config=settings.speculative_config,
         ).create_engine_config()
     except (ValueError, OSError) as error:
-        raise EngineRefused(f"vLLM would not serve {settings.model} so: {error}") from None
+        raise EngineRefused(f"vLLM can't serve {settings.model} like this: {error}") from None
 
 
 class VllmEngine:
@@ -131,11 +131,11 @@ class VllmEngine:
         settings: EngineSettings,  # model and engine options
         sampling: Sampling,  # of every request
         *,
-        seeded: bool = False,  # requests will bring seeds
+        seeded: bool = False,  # requests will have seeds
     ):
         """Start the engine.
 
-        Where requests will bring seeds, prompts are never prefilled in chunks on CPUs: vLLM would
+        If requests will have seeds, prompts are never prefilled in chunks on CPUs: vLLM would
         stop with "CPU Generator does not use offset".
 
         Raises:
@@ -158,7 +158,7 @@ class VllmEngine:
             if seeded:
                 arguments["enable_chunked_prefill"] = False
             if not MEMORY_OPTIONS & settings.engine_args.keys():
-                # vLLM's default is 92 % of the memory, and it fails if that is not free
+                # vLLM's default is 92 % of the memory; it fails if that is not free
                 share = 0.8 * available_memory() / psutil.virtual_memory().total
                 arguments["gpu_memory_utilization"] = round(min(0.5, share), 3)
         check_engine_args(settings.engine_args)
@@ -169,10 +169,10 @@ class VllmEngine:
             self.llm: LLM = LLM(**arguments)
         except (ValueError, OSError) as error:
             reason = str(error)
-            offline = isinstance(error, LocalEntryNotFoundError)  # it names nothing
-            if offline or "huggingface.co" in reason:  # transformers' text for what is nowhere
+            offline = isinstance(error, LocalEntryNotFoundError)  # its message lacks the name
+            if offline or "huggingface.co" in reason:  # transformers' message for a missing model
                 reason = (
-                    f"{settings.model!r} is not a folder of a model here, nor a hub name that "
+                    f"{settings.model!r} is neither a local model folder nor a hub name that "
                     f"could be looked up. {reason}"
                 )
             raise EngineRefused(reason) from error

@@ -35,18 +35,18 @@ class Speed:
 
 @dataclass(frozen=True)
 class Generated:
-    """A file of results that has a line for each prompt."""
+    """A results file with a line for each prompt."""
 
     output: Path
-    failed: int  # prompts whose line is an error
+    failed: int  # prompts with an error
     speed: Speed | None  # of the remaining prompts; None: none remained
 
 
 def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated:
     """Generate for every prompt that has no result yet.
 
-    Raises PromptError: the prompts can't be used; results that were finished are kept; FileRefused:
-    the output holds something else, or results of other settings; EngineRefused: vLLM or the plugin
+    Raises PromptError: unusable prompts; finished results are kept; FileRefused:
+    the output has other contents, or results of other settings; EngineRefused: vLLM or the plugin
     refuses the settings.
     """
     prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
@@ -75,11 +75,11 @@ def open_results(
     more: Mapping[str, Any] | None = None,  # further dependencies
     provenance: Mapping[str, Any] | None = None,
 ) -> ResultLog:
-    """Open the output, whose settings are all that the results depend on.
+    """Open the output, bound to all settings that the results depend on.
 
-    Checkpoints on this machine are known by their digests, wherever they are.
+    Local checkpoints are identified by their digests, independent of their paths.
     """
-    prompts: Path | None = options.prompts  # None: a job that needs none
+    prompts: Path | None = options.prompts  # None: a job without prompts
     engine = asdict(options.engine_settings())
     engine["engine_args"] = without_memory(engine["engine_args"])
     checkpoints = {}
@@ -105,28 +105,28 @@ def open_results(
 
 def run_prompts(
     options: PromptJob,
-    log: ResultLog,  # where the lines go
-    prompts: Iterable[Prompt],  # those that are left to do
-    sampling: Sampling,  # of all requests; the highest temperature of any
+    log: ResultLog,  # receives the lines
+    prompts: Iterable[Prompt],  # unfinished prompts
+    sampling: Sampling,  # of all requests, with their highest temperature
     seed: int | None,  # prompt ``index`` uses ``seed + index``
-    lines: Callable[[Result], Sequence[Mapping[str, Any]]],  # of a result, as they are written
+    lines: Callable[[Result], Sequence[Mapping[str, Any]]],  # converts a result to output lines
     *,
     total: int,  # all prompts of the job
-    done: int,  # those that were finished before
-    session: Callable[[Prompt], Session] = Conversation,  # begins a prompt
+    done: int,  # prompts finished before
+    session: Callable[[Prompt], Session] = Conversation,  # creates the session of a prompt
     progress: Progress = SILENT,
 ) -> Speed | None:
-    """Generate for prompts and write each one's lines when it is finished.
+    """Generate for prompts and write each one's lines as soon as it is finished.
 
     Returns:
-        How fast it was; None if nothing was left to do, and no engine started.
+        Throughput; None if nothing was left to do.
 
     Raises:
-        PromptError: the engine refuses a prompt, and such are not to be skipped.
+        PromptError: the engine refuses a prompt, without ``skip``.
 
     """
     if log.torn_bytes:
-        progress.note(f"cut off an unfinished last line ({log.torn_bytes} bytes)")
+        progress.note(f"removed an incomplete last line ({log.torn_bytes} bytes)")
     if done:
         progress.note(f"resuming: {done} of {total} are done")
     if done >= total:
@@ -164,5 +164,5 @@ def _report_refusal(result: Result, options: PromptJob, progress: Progress) -> N
 def _digest_of_file(tree: str | None) -> str | None:
     try:
         return digest(Path(tree)) if tree and Path(tree).is_file() else None
-    except OSError:  # JSON text is too long for a name
+    except OSError:  # JSON text is too long for a file name
         return None

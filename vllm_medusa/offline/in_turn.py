@@ -22,27 +22,27 @@ _SHOWN_DIFFERENCES = 5
 
 
 class Runner(Protocol):
-    """An engine that times itself, such as `vllm_medusa.offline.process.EngineProcess`."""
+    """An engine that measures its own time, such as `vllm_medusa.offline.process.EngineProcess`."""
 
     def run(
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
     ) -> tuple[list[Result], float]:
-        """Results of `vllm_medusa.offline.batch.run_batch`, and its seconds."""
+        """Results of `vllm_medusa.offline.batch.run_batch`, and the time in seconds."""
 
 
 @dataclass
 class Timed:
     """Results and rates of one engine over all rounds."""
 
-    results: dict[int, Result] = field(default_factory=dict)  # by prompt index; of the first round
+    results: dict[int, Result] = field(default_factory=dict)  # of the first round, by prompt index
     seconds: float = 0.0
     tokens: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
     rates: list[float] = field(default_factory=list)  # tokens per second of each round
-    latest: dict[int, Result] = field(default_factory=dict)  # likewise; of the last round
+    latest: dict[int, Result] = field(default_factory=dict)  # of the last round, by prompt index
 
     def add(self, results: Sequence[Result], seconds: float) -> None:
-        """Count a group. Raises ValueError: a prompt was refused."""
+        """Add a group. Raises ValueError: a prompt was refused."""
         self.seconds += seconds
         for result in results:
             if result.error is not None:
@@ -60,7 +60,7 @@ class Difference:
     prompt: Prompt
     round: int
     position: int
-    baseline: int | None  # token id, or None past the end
+    baseline: int | None  # token id; None after the end
     candidate: int | None
     reason: str = "token"  # or "finish reason"
     context: tuple[int, ...] = ()  # token ids before it, prompt included
@@ -77,24 +77,24 @@ class InTurn:
 
     @property
     def identical(self) -> bool:
-        """Every token, length and finish reason agrees, in every round."""
+        """Whether every token, length and finish reason agrees, in every round."""
         return self.requests > 0 and not self.differences
 
     @property
     def ratio(self) -> float:
-        """The candidate's throughput over the baseline's."""
+        """The candidate's throughput divided by the baseline's."""
         plain, judged = self.baseline, self.candidate
         done = judged.seconds * plain.tokens
         return judged.tokens * plain.seconds / done if done else 0.0
 
     @property
     def ratios(self) -> list[float]:
-        """The same, round by round."""
+        """The same for each round."""
         pairs = zip(self.candidate.rates, self.baseline.rates, strict=True)
         return [rate / base if base else 0.0 for rate, base in pairs]
 
     def figures(self) -> dict[str, Any]:
-        """Plain JSON values; the candidate is Medusa, and rates and ratio are of median rounds."""
+        """Plain JSON values; the candidate is Medusa; rates and ratio are medians over rounds."""
         plain, medusa = self.baseline, self.candidate
         return {
             "tau": medusa.acceptance.tau,
@@ -123,16 +123,16 @@ class InTurn:
 
 
 def run_in_turn(
-    baseline: Runner,  # the reference
+    baseline: Runner,  # the reference engine
     candidate: Runner,
     prompts: Sequence[Prompt],  # at least one
     *,
-    concurrency: int,  # prompts in an engine at a time
-    seed: int | None,  # prompt ``index`` is sampled with ``seed + index`` in both
-    turn: int | None = None,  # prompts that an engine gets at a time; None: ``concurrency``
+    concurrency: int,  # concurrent prompts per engine
+    seed: int | None,  # prompt ``index`` uses ``seed + index`` in both
+    turn: int | None = None,  # prompts per group; None: ``concurrency``
     rounds: int = 1,  # number of repetitions; tokens of every round are compared
-    seconds: float = math.inf,  # after the first, no round begins that would end later
-    warm_up: bool = False,  # run one group through both engines before, which doesn't count
+    seconds: float = math.inf,  # time limit; later rounds that would exceed it are skipped
+    warm_up: bool = False,  # first run one group through both engines without counting it
     progress: Callable[[], None] = lambda: None,  # called after each group of prompts
 ) -> InTurn:
     """Run the prompts through both engines.

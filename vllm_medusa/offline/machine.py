@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-_CGROUPS = (  # versions 2 and 1: limit, use and statistics of a container's memory
+_CGROUPS = (  # versions 2 and 1: memory limit, usage and statistics of a container
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
@@ -19,7 +19,7 @@ def describe_machine() -> dict[str, Any]:
     import torch
 
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []  # none: not Linux
+    lines = info.read_text().splitlines() if info.exists() else []  # empty: not Linux
     names = [line for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
@@ -48,7 +48,7 @@ def available_memory() -> int:
 
 
 def fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 natively."""
+    """Whether this CPU has bfloat16 matrix instructions."""
     import torch
 
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")

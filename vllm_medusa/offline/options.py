@@ -29,13 +29,11 @@ class PromptFile(Options):
 
     title = "files"
     prompts: Path = option("a file of prompts: .txt, .jsonl or .parquet", "-i")
-    output: Path = option("results, as JSON lines", "-o")
+    output: Path = option("file for results, as JSON lines", "-o")
     column: str | None = option(
-        "key or column that holds the prompt; absent: by its name", default=None
+        "key or column of the prompt (default: prompt, messages or turns)", default=None
     )
-    on_bad_line: OnBadLine = option(
-        "refuse: fail if the file has a bad line; skip: leave it out", default="refuse"
-    )
+    on_bad_line: OnBadLine = option("bad lines: refuse the file, or skip them", default="refuse")
     overwrite: bool = option("discard the output's content", default=False)
 
 
@@ -45,8 +43,8 @@ class EngineOptions(Options):
     title = "engine"
     dtype: Dtype = option(default="auto")
     max_model_len: Positive | None = option(default=None)
-    batch: Positive = option("prompts at a time", default=64)
-    engine_args: dict[str, Any] = option("more LLM arguments", default={}, metavar="JSON")
+    batch: Positive = option("number of concurrent prompts", default=64)
+    engine_args: dict[str, Any] = option("further arguments of LLM", default={}, metavar="JSON")
 
 
 class Speculation(Options):
@@ -54,7 +52,7 @@ class Speculation(Options):
 
     title = "speculation"
     speculative_model: Source | None = option(
-        "heads or an EAGLE drafter (a full Medusa-2 model has its own: name it again); absent: "
+        "heads or an EAGLE drafter (for a full Medusa-2 model, the model itself); default: "
         "plain vLLM",
         default=None,
         metavar="HEADS",
@@ -63,14 +61,14 @@ class Speculation(Options):
         "preset name, JSON file, or JSON such as '{\"dense\":[4,2]}'", default=None
     )
     num_speculative_tokens: Positive | None = option(
-        "at most N draft nodes", default=None, metavar="N"
+        "max number of draft nodes", default=None, metavar="N"
     )
     budget: str | None = option(
-        "in place of --tree: dynamic trees, auto or N nodes per request or '{\"max_rows\": N}'",
+        "dynamic trees, instead of --tree: auto, N nodes per request, or '{\"max_rows\": N}'",
         default=None,
     )
     lookup: bool = option(
-        "also draft copies from the request's own text; without HEADS, only these", default=False
+        "also draft copies of the request's own text; without HEADS, only these", default=False
     )
 
     def check(self) -> None:
@@ -81,7 +79,7 @@ class Speculation(Options):
                 if getattr(self, name, None) is not None:
                     raise ValueError(
                         f"--{name.replace('_', '-')} needs heads, --speculative-model HEADS, or "
-                        "--lookup, which copies from the text only."
+                        "--lookup, which only copies from the text."
                     )
             return
         from vllm_medusa.config import EagleConfig, MedusaConfig, resolve_tree  # slow
@@ -95,7 +93,7 @@ class Speculation(Options):
     def speculative_config(self) -> dict[str, Any] | None:
         """The argument of vLLM's ``LLM``; None: no speculation.
 
-        Raises ValueError: a text that begins like JSON and isn't.
+        Raises ValueError: a text that looks like JSON but is invalid.
         """
         if self.speculative_model is None and not self.lookup:
             return None
@@ -113,10 +111,10 @@ class PromptJob(EngineOptions, Speculation, PromptFile):
     """A file of prompts run through vLLM."""
 
     model: Source = option("the target: a folder or a hub name", positional=True)
-    max_tokens: Positive = option("of each answer", default=256)
+    max_tokens: Positive = option("max tokens per answer", default=256)
     top_p: Share = option(default=1.0)
-    top_k: int = option("0 or -1: all tokens", default=0, shown="")
-    stop: tuple[str, ...] = option("texts that end an answer", default=(), metavar="TEXT")
+    top_k: int = option("number of tokens; 0 or -1: all", default=0, shown="")
+    stop: tuple[str, ...] = option("strings that end an answer", default=(), metavar="TEXT")
 
     def engine_settings(self) -> EngineSettings:
         """The engine's settings.
@@ -127,8 +125,8 @@ class PromptJob(EngineOptions, Speculation, PromptFile):
         other = self.engine_args.get("speculative_config") or {}
         if other and (speculation is not None or "medusa" in str(other)):
             raise ValueError(
-                f"--engine-args: speculative_config is {other}; there are options for it. Give "
-                "--speculative-model, --tree, --budget, --lookup and the like instead."
+                f"--engine-args: speculative_config is {other}; it has its own options. Use "
+                "--speculative-model, --tree, --budget, --lookup etc. instead."
             )
         return EngineSettings(
             self.model, speculation, self.dtype, self.max_model_len, self.engine_args
@@ -139,7 +137,7 @@ class GenerateOptions(PromptJob):
     """Options of `vllm_medusa.offline.generate.generate` and of `vllm-medusa generate`."""
 
     temperature: AtLeastZero = option(default=0.0)
-    seed: Seed | None = option("prompt i uses the seed SEED + i", default=None)
+    seed: Seed | None = option("seed of prompt i is SEED + i", default=None)
     ignore_eos: bool = option(default=False)
     acceptance: str | None = option("lossless (default), typical, or JSON", default=None)
 
@@ -154,49 +152,47 @@ class DistillOptions(PromptJob):
     """Options of `vllm_medusa.training.distill.distill` and of `vllm-medusa distill`."""
 
     prompts: Path | None = option(  # type: ignore[assignment]
-        "the file of prompts; absent: with --conversations the target writes the first turns",
+        "a file of prompts; without it, the target generates the first turns (--conversations)",
         "-i",
         default=None,
     )
-    output: Path = option("records, as JSON lines", "-o")
-    max_tokens: Positive = option("of each answer", default=512)
+    output: Path = option("file for records, as JSON lines", "-o")
+    max_tokens: Positive = option("max tokens per answer", default=512)
     samples: Annotated[int, Number(int, 1, 10_000)] = option(
-        "of each prompt", default=1, metavar="N"
+        "texts per prompt", default=1, metavar="N"
     )
     temperature: tuple[AtLeastZero, ...] = option(
-        "one or several; sample after sample takes the next", default=(0.7,), metavar="T"
+        "one or more; successive samples use the next one", default=(0.7,), metavar="T"
     )
-    seed: Seed = option("text i uses the seed SEED + i", default=0)
-    self_talk: bool = option("the target also writes the user's later turns", default=False)
+    seed: Seed = option("seed of text i is SEED + i", default=0)
+    self_talk: bool = option("the target also generates the user's later turns", default=False)
     conversations: Positive | None = option(
-        "without --prompts: number of self-talk conversations that the target opens",
+        "number of self-talk conversations started by the target, without --prompts",
         default=None,
         metavar="N",
     )
     turns: Positive | None = option(
-        "answers in each --self-talk conversation", default=None, metavar="N", shown="3"
+        "answers per --self-talk conversation", default=None, metavar="N", shown="3"
     )
 
     def check(self) -> None:
         """See `Options.check`."""
         super().check()
         if (self.prompts is None) == (self.conversations is None):
-            raise ValueError(
-                "give one of --prompts FILE and --conversations N (with --self-talk, from nothing)."
-            )
+            raise ValueError("pass either --prompts FILE, or --conversations N with --self-talk.")
         for name in ("conversations", "turns"):
             if getattr(self, name) is not None and not self.self_talk:
                 raise ValueError(
-                    f"--{name} {getattr(self, name)} needs --self-talk, by which the target writes "
-                    "the user's turns. Give both, or leave it out."
+                    f"--{name} {getattr(self, name)} needs --self-talk, where the target generates "
+                    "the user's turns. Pass both, or omit it."
                 )
         of_zero = (slot for slot, value in enumerate(self.temperature) if value == 0)
         greedy = sum(len(range(slot, self.samples, len(self.temperature))) for slot in of_zero)
         if greedy > 1:
             shown = " ".join(f"{value:g}" for value in self.temperature)
             raise ValueError(
-                f"--samples {self.samples} at temperature {shown} would be {greedy} times the same "
-                "text at temperature 0; take fewer samples, or raise --temperature."
+                f"--samples {self.samples} at temperature {shown} gives {greedy} copies of a "
+                "text at temperature 0; use fewer samples, or raise --temperature."
             )
 
 
@@ -205,27 +201,27 @@ class CompareOptions(EngineOptions):
 
     target: Source = option("a folder or a hub name", positional=True)
     heads: Source = option("a folder, a file or a hub name", positional=True)
-    prompts: Path = option("a file of prompts, or of records, whose prompts are used", "-i")
+    prompts: Path = option("a file of prompts or records", "-i")
     on_bad_line: OnBadLine = option(default="refuse")
-    limit: Positive = option("use the first prompts", default=32)
-    tree: str | None = option("instead of the one in the heads' config", default=None)
+    limit: Positive = option("number of prompts, from the start of the file", default=32)
+    tree: str | None = option("tree to use instead of the one in the heads' config", default=None)
     budgets: tuple[TreeSize, ...] = option(
-        "numbers of draft nodes, as far as the tree has so many",
+        "numbers of draft nodes, up to the size of the tree",
         default=(4, 8, 16, 32),
         metavar="N",
     )
     no_automatic: bool = option(
-        "do not measure dynamic trees, the default without a tree",
+        "do not measure dynamic trees",
         default=False,
     )
     temperature: AtLeastZero = option(default=0.0)
-    max_tokens: Positive = option("of each answer", default=128)
-    seed: Seed = option("prompt i uses SEED + i", default=0)
-    batch: Positive = option("prompts at a time", default=1)
+    max_tokens: Positive = option("max tokens per answer", default=128)
+    seed: Seed = option("seed of prompt i is SEED + i", default=0)
+    batch: Positive = option("number of concurrent prompts", default=1)
     rounds: Positive = option("repetitions", default=3)
     seconds: Above | None = option(
         "approximate time limit: prompts and rounds are reduced to fit",
         default=None,
         metavar="S",
     )
-    output: Path | None = option("write the figures as JSON", default=None, metavar="FILE")
+    output: Path | None = option("file for the figures, as JSON", default=None, metavar="FILE")

@@ -1,6 +1,6 @@
 """A vLLM engine in a subprocess that runs and times groups of prompts.
 
-Several engines can then be idle while one is timed, and ending one frees its memory. Times are
+Several engines can be idle while one is timed, and ending one frees its memory. Times are
 measured in the engine's process; its output goes to a log that errors quote.
 """
 
@@ -23,21 +23,21 @@ class EngineProcess:
     def __init__(self, settings: EngineSettings, sampling: Sampling, *, seeded: bool = True):
         """Start the engine and wait until it is ready.
 
-        ``seeded``: runs will have a seed where their temperature is above 0; on CPUs ``sampling``
-        then needs one above 0 here.
+        ``seeded``: runs above temperature 0 will have a seed; on CPUs ``sampling`` must then have a
+        temperature above 0.
 
         Raises:
             EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.
             JobFailed: the engine or its process failed; the message has the end of its log.
 
         """
-        self.sampling = sampling  # of the runs to come; others may be put in its place
-        self.session: Callable[[Prompt], Session] = Conversation  # its requests; likewise
+        self.sampling = sampling  # of later runs; may be replaced
+        self.session: Callable[[Prompt], Session] = Conversation  # session type; may be replaced
         self._log = tempfile.TemporaryFile(prefix="vllm-medusa-")  # noqa: SIM115
         self._child = Child("an engine", serve, self._log)
         self._child.channel.send((settings, sampling, seeded and sampling.temperature > 0))
         try:
-            self.dtype: str = self._receive()[1]  # what the target computes in, such as "float32"
+            self.dtype: str = self._receive()[1]  # the target's dtype, such as "float32"
         except BaseException:
             self.close()
             raise
@@ -53,13 +53,13 @@ class EngineProcess:
     def stream(
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
     ) -> Iterator[Result]:
-        """The same results, each when it is finished."""
+        """The same results, each as soon as it is finished."""
         self._ask(prompts, concurrency, seed, streamed=True)
         while (found := self._receive())[0] == "result":
             yield found[1]
 
     def count(self, name: str) -> float:
-        """A counter of the engine's metrics, by the end of its name; all labels together."""
+        """A counter of the engine's metrics, by the end of its name, summed over labels."""
         self._child.channel.send(name)
         return float(self._receive()[1])
 
@@ -73,7 +73,7 @@ class EngineProcess:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            self._child.process.kill()  # its work is not needed
+            self._child.process.kill()  # its results are not needed
         self.close()
 
     def _ask(

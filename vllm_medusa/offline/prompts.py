@@ -1,20 +1,20 @@
 """Prompts from text, JSON-lines and Parquet files, one record at a time.
 
-A record is a *completion*, which continues a text as it stands, or a *conversation*, a list of
-messages that is rendered with the tokenizer's chat template where it has one. What a row may hold:
+A record is a *completion*, which continues a text unchanged, or a *conversation*, a list of
+messages that is rendered with the tokenizer's chat template if there is one. Keys of a row:
 
 ==========  ==========================  =========================================================
 key         value                       meaning
 ==========  ==========================  =========================================================
 prompt      text                        a completion
-messages    [{"role", "content"}, ...]  a conversation; the model writes the next message
+messages    [{"role", "content"}, ...]  a conversation; the model generates the next message
 turns       [text, ...]                 a conversation of user turns (Spec-Bench's format): each
                                         answer is part of the prompt of the turn after it
 ==========  ==========================  =========================================================
 
-Records of `vllm-medusa distill` are prompts too: the token ids before the first span that the
-target wrote. A row may have its own name in ``request_id``, ``id`` or ``question_id``;
-otherwise that is its index. Other keys are ignored.
+Records of `vllm-medusa distill` are prompts too: the token ids before the first generated
+span. A row may have a name in ``request_id``, ``id`` or ``question_id``;
+the default is its index. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ T = TypeVar("T")
 CONTENT_KEYS = ("prompt", "messages", "turns")
 ID_KEYS = ("request_id", "id", "question_id")
 _SHOWN_BAD_LINES = 20
-_SHORT = 8  # tokens; a record whose first span starts before that has no prompt of its own
-_TEXT_PROMPT = 32  # tokens of such a text that become the prompt
+_SHORT = 8  # tokens; a record whose first span starts earlier has no prompt
+_TEXT_PROMPT = 32  # tokens of such a text to use as the prompt
 _SUFFIXES = {
     ".txt": "text",
     ".text": "text",
@@ -46,20 +46,20 @@ _SUFFIXES = {
 
 
 class PromptError(ValueError):
-    """A file of prompts or records, or one of its lines, that can't be used."""
+    """An invalid file of prompts or records, or an invalid line of one."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One usable record: exactly one of ``text``, ``token_ids`` and ``turns`` is set."""
+    """One valid record: exactly one of ``text``, ``token_ids`` and ``turns`` is set."""
 
-    index: int  # among the file's records from 0, bad ones included, blank lines not
-    line: int  # of a text file, or the row of a table, from 1
+    index: int  # record index in the file from 0, counting bad lines but not blank ones
+    line: int  # line of a text file, or row of a table, from 1
     request_id: str
     text: str | None = None  # a completion
-    history: tuple[Message, ...] = ()  # before the turns
+    history: tuple[Message, ...] = ()  # messages before the turns
     turns: tuple[str, ...] = ()  # a conversation
-    token_ids: tuple[int, ...] = ()  # a completion, tokenized: a record's
+    token_ids: tuple[int, ...] = ()  # a tokenized completion, from a record
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,22 @@ class BadLine:
 
 
 def read_prompts(path: Path, column: str | None = None) -> Iterator[Prompt | BadLine]:
-    """Yield every record of a prompt file, bad ones as ``BadLine``, in the file's order.
+    """Yield every record of a prompt file, bad ones as ``BadLine``, in file order.
 
-    The value of ``column`` may be a text, a list of texts (turns) or a list of messages; None: the
-    first of ``CONTENT_KEYS`` that a row has.
+    The value of ``column`` may be a string, a list of strings (turns) or a list of messages; None:
+    the first of ``CONTENT_KEYS`` that a row has.
 
-    Raises PromptError: the file as a whole can't be read, or its suffix is unknown.
+    Raises PromptError: the file is unreadable, or its suffix is unknown.
     """
     require_file(path, "prompts")
     kind = _SUFFIXES.get(path.suffix.lower())
     if kind is None:
         raise PromptError(
-            f"{path}: the suffix {path.suffix!r} doesn't tell the format; rename the file to one "
+            f"{path}: the suffix {path.suffix!r} is unknown; rename the file to one "
             f"of {', '.join(sorted(_SUFFIXES))}."
         )
     if kind == "text" and column is not None:
-        raise PromptError(f"a column ({column!r}) was named, but {path} is a text file: drop it.")
+        raise PromptError(f"--column {column!r} does not apply to the text file {path}: omit it.")
 
     def parse(text: str, index: int, line: int) -> Prompt:
         if kind == "text":
@@ -98,19 +98,19 @@ def read_prompts(path: Path, column: str | None = None) -> Iterator[Prompt | Bad
 
 
 def require_file(path: Path, what: str) -> None:
-    """Refuse what is not a file that can be read; ``what`` it should hold.
+    """Refuse a path that is not a file; ``what`` describes its contents.
 
-    Raises PromptError: there is none, or a folder.
+    Raises PromptError: it does not exist, or is a folder.
     """
     if not path.is_file():
         found = "a folder, not a file" if path.is_dir() else "no such file"
-        raise PromptError(f"{path}: {found}. Give the path of a file of {what}.")
+        raise PromptError(f"{path}: {found}. Pass a file of {what}.")
 
 
 def read_lines(path: Path, parse: Callable[[str, int, int], T]) -> Iterator[T | BadLine]:
-    """Parse a UTF-8 file line by line; blank lines are left out, bad ones come as ``BadLine``.
+    """Parse a UTF-8 file line by line; blank lines are skipped, bad ones yield ``BadLine``.
 
-    ``parse`` gets a line without its end, its index among those that aren't blank, and its number
+    ``parse`` receives a line without its newline, its index among non-blank lines, and its number
     from 1; it raises `PromptError` for a bad line.
     """
     index = 0
@@ -129,13 +129,13 @@ def read_lines(path: Path, parse: Callable[[str, int, int], T]) -> Iterator[T | 
 
 
 def parse_json(text: str) -> Any:
-    """The value of a line of JSON. Raises PromptError: it isn't JSON."""
+    """The value of a line of JSON. Raises PromptError: invalid JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise PromptError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
-    except (ValueError, RecursionError) as error:  # a number or a nesting without end
-        raise PromptError(f"not JSON that can be read: {error}") from None
+    except (ValueError, RecursionError) as error:  # too many digits or levels
+        raise PromptError(f"invalid JSON: {error}") from None
 
 
 def load_prompts(
@@ -146,8 +146,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """Read a whole file of prompts; see `read_prompts` and `settle_bad_lines`.
 
-    Raises PromptError: the file can't be read, has bad lines that are not to be skipped, or nothing
-    else.
+    Raises PromptError: the file is unreadable, has bad lines without ``skip``, or has no valid
+    ones.
     """
     prompts, bad = partition(read_prompts(path, column))
     settle_bad_lines(path, bad, on_bad_line, progress)
@@ -157,7 +157,7 @@ def load_prompts(
 
 
 def partition(rows: Iterable[T | BadLine]) -> tuple[list[T], list[BadLine]]:
-    """Usable rows and bad lines, each in their order."""
+    """Valid rows and bad lines, each in order."""
     good: list[T] = []
     bad: list[BadLine] = []
     for row in rows:
@@ -171,9 +171,9 @@ def partition(rows: Iterable[T | BadLine]) -> tuple[list[T], list[BadLine]]:
 def settle_bad_lines(
     path: Path, bad: Sequence[BadLine], on_bad_line: str, progress: Progress
 ) -> None:
-    """Refuse a file with bad lines, or, where ``on_bad_line`` is "skip", report them.
+    """Refuse a file with bad lines, or report them if ``on_bad_line`` is "skip".
 
-    Raises PromptError: naming the first of them.
+    Raises PromptError: with the first of them.
     """
     if not bad:
         return
@@ -203,7 +203,7 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[Prompt | BadLine]:
     if not any(name in names for name in wanted):
         raise PromptError(
             f"{path}: no column {' or '.join(map(repr, wanted))}; it has "
-            f"{', '.join(map(repr, names))}. Name the one with the prompts with --column."
+            f"{', '.join(map(repr, names))}. Set --column to the one with the prompts."
         )
     columns = [name for name in (*wanted, *ID_KEYS) if name in names]
     index = 0
@@ -217,18 +217,18 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[Prompt | BadLine]:
 
 
 def _from_record(row: Mapping[str, Any], index: int, line: int) -> Prompt:
-    """The tokens before the first span that the target wrote; for plain texts, the beginning."""
+    """The tokens before the first generated span; for plain texts, the beginning."""
     try:
         ids, start = tuple(map(int, row["token_ids"])), int(row["generated"][0][0])
     except (KeyError, IndexError, TypeError, ValueError):
-        raise PromptError("no record: it needs 'token_ids' and 'generated' spans") from None
+        raise PromptError("not a record: it needs 'token_ids' and 'generated' spans") from None
     if start < _SHORT:
         start = min(_TEXT_PROMPT, max(1, len(ids) // 2))
     return Prompt(index, line, f"line {line}", token_ids=ids[:start])
 
 
 def require_characters(*texts: str) -> None:
-    """Refuse halves of surrogate pairs: JSON can escape them; no tokenizer and no file takes them.
+    """Refuse lone surrogates: JSON can escape them, but tokenizers and files can't represent them.
 
     Raises PromptError: there is one.
     """
@@ -236,7 +236,7 @@ def require_characters(*texts: str) -> None:
         "".join(texts).encode()
     except UnicodeEncodeError as error:
         raise PromptError(
-            f"holds {error.object[error.start]!a}, half of a surrogate pair, which is no character"
+            f"holds {error.object[error.start]!a}, half of a surrogate pair, not a character"
         ) from None
 
 
@@ -254,13 +254,13 @@ def _from_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
     require_characters(name)
     if isinstance(value, str):
         if key in ("messages", "turns") and column is None:
-            raise PromptError(f"{key!r} is a text; use a list, or the key 'prompt'")
+            raise PromptError(f"{key!r} is a string; use a list, or the key 'prompt'")
         if not value:
             raise PromptError(f"{key!r} is empty")
         require_characters(value)
         return Prompt(index, line, name, text=value)
     if not isinstance(value, list) or not value:
-        raise PromptError(f"{key!r} is {short(value)}; use a text or a list that isn't empty")
+        raise PromptError(f"{key!r} is {short(value)}; use a non-empty string or list")
     if all(isinstance(turn, str) for turn in value):
         if not all(value):
             raise PromptError(f"{key!r} has an empty turn")
@@ -276,7 +276,7 @@ def _from_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
 def read_message(value: Any, key: str) -> Message:
     """Return a ``{"role", "content"}`` object of the list ``key``, other keys dropped.
 
-    Raises PromptError: it is something else.
+    Raises PromptError: it is not such an object.
     """
     if (
         not isinstance(value, Mapping)
@@ -290,6 +290,6 @@ def read_message(value: Any, key: str) -> Message:
 
 
 def short(value: Any) -> str:
-    """A value in a message, at most 60 characters of it."""
+    """A value for a message, truncated to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

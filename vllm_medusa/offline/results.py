@@ -1,9 +1,9 @@
 """A JSON-lines file of results that can be resumed after a kill at any time.
 
-The settings are in ``NAME.run/`` beside it, a `vllm_medusa.files.Run`. A result is one line,
-written whole and flushed, after everything it reports is finished. So only the last line can be
-torn, which opening the file cuts off, and the finished prompts are those whose ``index`` is on a
-whole line.
+The settings are in ``NAME.run/`` next to it, a `vllm_medusa.files.Run`. A result is one line,
+written and flushed as a whole, after everything it reports is finished. Only the last line can be
+incomplete; opening the file removes it. Finished prompts are those whose ``index`` is on a
+complete line.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def fingerprint(checkpoint: Path) -> str:
 
 
 def run_folder(output: Path) -> Path:
-    """Where the settings of a result file are kept."""
+    """The folder with the settings of a results file."""
     return output.with_name(output.name + ".run")
 
 
 class ResultLog:
-    """The result file of one job, open for appending; use it as a context manager.
+    """The results file of one job, open for appending; use it as a context manager.
 
     Attributes:
         done: indices of the prompts that have a result.
-        failed: how many of these results are an "error".
-        torn_bytes: of an unfinished last line, which was cut off.
+        failed: number of results with an "error".
+        torn_bytes: bytes of an incomplete last line, which was removed.
 
     """
 
@@ -53,10 +53,10 @@ class ResultLog:
         path: Path,  # its folder must exist
         settings: Mapping[str, Any],  # everything that the results depend on, plain JSON
         *,
-        overwrite: bool = False,  # discard the content of a result file
+        overwrite: bool = False,  # discard the contents of a results file
         provenance: Mapping[str, Any] | None = None,
     ):
-        """Open or create a result file; results of other settings are never mixed into one.
+        """Open or create a results file; results of different settings are never mixed.
 
         Raises FileRefused: the file belongs to other settings, is damaged, was not written by this
         class, or is being written by another process.
@@ -66,12 +66,12 @@ class ResultLog:
         self.failed = self.torn_bytes = 0
         require_parent(path)
         if path.exists() and not path.is_file():
-            raise FileRefused(f"{path}: not a regular file, so it can't be resumed. Name another.")
+            raise FileRefused(f"{path}: not a regular file, so it can't be resumed. Use another.")
         folder = run_folder(path)
         if path.exists() and path.stat().st_size and not (folder / "run.json").exists():
             raise FileRefused(
-                f"{path} holds something that was not written by this command (there is no "
-                f"{folder.name}). Name another output, or remove it yourself."
+                f"{path} was not written by this command (there is no "
+                f"{folder.name}). Choose another output, or remove it yourself."
             )
         self._begun = not path.exists()
         overwrite = overwrite or self._begun or not path.stat().st_size
@@ -89,7 +89,7 @@ class ResultLog:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None and self._begun and not os.fstat(self._fd).st_size:
-            self.path.unlink()  # it broke off before its first result
+            self.path.unlink()  # the job failed before its first result
             self._run.remove()
         self.close()
 
@@ -97,7 +97,7 @@ class ResultLog:
         """Write one finished result; ``record["index"]`` is its prompt's index."""
         index = record["index"]
         if index in self.done:
-            raise FileRefused(f"{self.path}: prompt {index} has a result already.")
+            raise FileRefused(f"{self.path}: prompt {index} already has a result.")
         line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
         try:
             while line:
@@ -105,7 +105,7 @@ class ResultLog:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{error.strerror}. {len(self.done)} finished prompts are kept: make room, and the "
+                f"{error.strerror}. {len(self.done)} finished prompts are kept: free space; the "
                 "same command resumes",
                 str(self.path),
             ) from None
@@ -121,7 +121,7 @@ class ResultLog:
             self._run.close()
 
     def _recover(self) -> None:
-        """Collect the finished indices and cut off a torn last line."""
+        """Collect the finished indices and remove an incomplete last line."""
         end = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -134,8 +134,8 @@ class ResultLog:
                     self.failed += "error" in record
                 except (ValueError, KeyError, TypeError):
                     raise FileRefused(
-                        f"{self.path}: line {number} is not a result, so the file was changed by "
-                        "something else. Remove that line to have its prompt done again, or pass "
+                        f"{self.path}: line {number} is not a result, so the file was modified by "
+                        "another program. Remove that line to run its prompt again, or pass "
                         "--overwrite."
                     ) from None
                 end += len(line)

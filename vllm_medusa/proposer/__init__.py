@@ -1,10 +1,10 @@
 """Node tokens of a draft tree from hidden states.
 
-Node n at depth d with rank r holds the r-th best token of head d - 1, whatever its parent holds:
-Medusa's heads do not see each other's choices, so a depth needs one top-k for all its nodes
+Node n at depth d with rank r holds the r-th best token of head d - 1, independent of its parent:
+Medusa's heads do not depend on each other's choices, so one top-k per depth serves all its nodes
 (https://arxiv.org/abs/2401.10774, section 2.1.2).
 
-This is a static tree of Medusa's heads. All other drafters implement one of the two protocols of
+This is a static tree of Medusa's heads. All other drafters implement one of the two protocols in
 `build`; `worker.trees.Drafter` lists what a new drafter needs.
 """
 
@@ -29,8 +29,8 @@ def draft(
     """Draft a tree for each request: hidden_states [B, H] -> int64 [B, N], 0 at the root.
 
     ``hidden_states`` are the target's last ones, after its final norm, at the position whose next
-    token is the root. ``lm_head`` is for heads that share the target's. Only the heads the tree
-    uses are computed. No host sync.
+    token is the root. ``lm_head`` is for heads that share the target's. Only the heads used by the
+    tree are computed. No host sync.
     """
     logits = heads.compute_logits(heads(hidden_states, tree.max_depth), lm_head)
     return propose(logits, tree, heads.token_map)
@@ -39,7 +39,7 @@ def draft(
 def propose(logits: Tensor, tree: TreeTensors, token_map: Tensor | None = None) -> Tensor:
     """Fill a static tree: logits [B, >= max_depth, V_draft] -> target token ids, int64 [B, N].
 
-    The root, column 0, holds 0. ``token_map`` (int64 [V_draft]) turns draft ids into target ids;
+    The root, column 0, is 0. ``token_map`` (int64 [V_draft]) maps draft ids to target ids;
     ties go to the lower draft id. No host sync.
 
     Raises ValueError if the tree is deeper than there are heads or wider than the vocabulary.
@@ -52,11 +52,11 @@ def check_fits(tree: TreeTensors, num_heads: int, vocab_size: int) -> int:
     """Required number of top tokens per head; raises ValueError if the heads have too few."""
     if tree.max_depth > num_heads:
         raise ValueError(
-            f"the tree is {tree.max_depth} deep; there are {num_heads} heads. Use a shallower tree"
+            f"the tree has depth {tree.max_depth}, for {num_heads} heads. Use a shallower tree"
         )
     if tree.width > vocab_size:
         raise ValueError(
-            f"the tree takes the best {tree.width} tokens of a head; the heads score {vocab_size}. "
+            f"the tree needs the best {tree.width} tokens of a head; the heads score {vocab_size}. "
             "Use a narrower tree"
         )
     return tree.width

@@ -1,15 +1,15 @@
-"""One builder of draft trees for every family of drafters, on the device, of fixed shapes.
+"""One builder of draft trees for all kinds of drafters, on the device, with fixed shapes.
 
-A drafter knows one of two things, and is asked for no more:
+A drafter provides one of two kinds of probabilities:
 
-- `Marginal`: how likely a token is at a depth, whatever stands above it (Medusa). The candidates
+- `Marginal`: the probability of a token at a depth, independent of its parent (Medusa). Candidates
   are the nodes of a pool, a large static tree.
-- `Branching`: how likely a token is below a node, given the node's own path (Hydra, EAGLE). Of
-  each level the k nodes of the highest value are expanded, K choices each; all are candidates.
+- `Branching`: the probability of a token below a node, given the node's path (Hydra, EAGLE). At
+  each level the best k nodes are expanded, with K choices each; all are candidates.
 
-Either way the best N of all candidates are the tree (`DraftTrees.best`). A static tree of ranks is
-filled level by level (`fill_tree`). Nothing here waits for a device; on the host, where values can
-be read at once, only nodes whose children can be among the best N are expanded. How to add a
+In both cases the tree is the best N of all candidates (`DraftTrees.best`). A static tree of ranks
+is filled level by level (`fill_tree`). Nothing waits for a device; on the host, where values are
+available, only nodes whose children can be among the best N are expanded. How to add a
 drafter: see `worker.trees.Drafter`.
 
     level 0      expand(0, root)               -> K choices below the root
@@ -35,7 +35,7 @@ from vllm_medusa.tree.topology import TokenTree
 
 
 class Marginal(Protocol):
-    """A drafter whose levels don't see each other, at one step of some requests."""
+    """A drafter whose levels are independent, for one step of some requests."""
 
     def marginals(self, depth: int, width: int) -> Choices:
         """The best ``width`` choices of the first ``depth`` levels: [B, <= depth, width]."""
@@ -43,20 +43,20 @@ class Marginal(Protocol):
 
 
 class Branching(Protocol):
-    """A drafter that sees the branch, at one step of some requests."""
+    """A drafter that depends on the branch, for one step of some requests."""
 
     def expand(self, level: int, tokens: Tensor, parents: Tensor, width: int) -> Choices:
         """The best ``width`` choices below each of k nodes: [B, k, width].
 
-        Called for level 0, 1, 2, .. in turn, so that what is needed of the nodes can be kept.
+        Called for levels 0, 1, 2, .. in order, so that state of the nodes can be kept.
 
         Args:
-            level: Depth of the nodes; 0 is the root alone.
-            tokens: int64 [B, k], the nodes' own tokens. The root's is the token that the target
+            level: Depth of the nodes; 0 for the root.
+            tokens: int64 [B, k], the nodes' own tokens. The root's is the target's
                 gave last.
-            parents: int64 [B, k], which of the nodes of the call before each node is a child of;
-                0 for the root. Choices below a node that can't be right are not read.
-            width: Choices wanted, at least 1.
+            parents: int64 [B, k], index of each node's parent among the nodes of the previous call;
+                0 for the root. Choices below an impossible node are not read.
+            width: Number of choices, at least 1.
 
         """
         ...
@@ -65,14 +65,14 @@ class Branching(Protocol):
 def build_tree(
     drafter: Marginal | Branching,
     source: TreeTensors | Beam,  # a pool for marginal drafters, a beam for branching ones
-    root: Tensor,  # int64 [B], the tokens that the target gave last; marginals don't need them
+    root: Tensor,  # int64 [B], the last sampled tokens; unused by marginals
     num_nodes: int,  # of each tree, root included
-    max_depth: Tensor,  # int64 [B], the deepest node that each request has a use for
-    limit: int | None = None,  # drafts of a request that are of use, from 1; None: all
+    max_depth: Tensor,  # int64 [B], max useful depth of each request
+    limit: int | None = None,  # max useful drafts per request, from 1; None: all
 ) -> DraftTrees:
-    """A tree for each request, the same on every rank if the drafter's choices are.
+    """A tree for each request, equal on all ranks if the drafter's choices are.
 
-    With ``limit`` no level deeper than that is drafted and no more nodes of one expanded: the best
+    With ``limit``, no deeper level is drafted and no more nodes per level are expanded: the best
     ``limit`` drafts are the same.
     """
     limit = num_nodes if limit is None else min(limit, num_nodes)
@@ -87,7 +87,7 @@ def build_tree(
 def of_pool(choices: Choices, pool: TreeTensors) -> DraftTrees:
     """The pool's nodes with the choices [B, <= max_depth, width] of a marginal drafter.
 
-    Nodes deeper than there are choices can't survive.
+    Nodes deeper than the choices can't survive.
     """
     tokens = choices.token_ids.flatten(1)  # [B, D * width]
     tokens = tokens[:, pool.places.clamp_max(tokens.shape[1] - 1)]  # [B, M]
@@ -101,13 +101,13 @@ def of_beam(
 ) -> DraftTrees:
     """The root and the choices of the levels of a branching drafter: M <= `beam.num_nodes`.
 
-    Those deeper than ``max_depth`` can't survive. Off the host M is `beam.num_nodes`.
+    Choices deeper than ``max_depth`` can't survive. On a device M is `beam.num_nodes`.
     """
     batch, width = len(root), beam.choices
     tokens, values = [root[:, None]], [root.new_zeros((batch, 1), dtype=torch.float32)]
     parents = [root.new_full((batch, 1), -1)]
     expanded = root.new_zeros((batch, 1))  # int64 [B, k], candidates
-    slots, first = expanded, 0  # which of the nodes expanded before each is a child of
+    slots, first = expanded, 0  # index of each node's parent among the nodes expanded before
     for level in range(beam.depth):
         below = tokens[-1].gather(1, expanded - first)  # [B, k]
         choices = drafter.expand(level, below, slots, width)
@@ -132,18 +132,18 @@ def of_beam(
 def _num_useful(level: Tensor, candidates: Tensor, limit: int) -> int:
     """How many nodes of a level, best first, can have a child among the best ``limit`` drafts.
 
-    No child is above its parent, nor above what was created before and has its value. Values:
+    No child has a higher value than its parent, or precedes an earlier node of equal value. Values:
     ``level`` [B, k], ``candidates`` [B, M], the root among them.
     """
     if candidates.shape[1] > limit:
-        last = candidates.topk(limit + 1).values[:, -1:]  # of the best so far
+        last = candidates.topk(limit + 1).values[:, -1:]  # of the best drafts so far
     else:
         last = level.new_tensor(IMPOSSIBLE)
     return int((level > last).sum(1).max())
 
 
 def fill_tree(drafter: Branching, tree: TokenTree, root: Tensor) -> Tensor:
-    """The tokens of a static tree, whose ranks are those of a node's own choices.
+    """The tokens of a static tree, whose ranks are those of each node's own choices.
 
     ``root`` is int64 [B]; returns int64 [B, N].
     """
@@ -160,11 +160,11 @@ def fill_tree(drafter: Branching, tree: TokenTree, root: Tensor) -> Tensor:
 class _Level(NamedTuple):
     """How one level of a static tree is filled."""
 
-    nodes: Tensor  # int64 [k]: those of the level that have children
-    slots: Tensor  # int64 [k]: which of the level above each is a child of
-    width: int  # choices wanted
+    nodes: Tensor  # int64 [k]: nodes of the level that have children
+    slots: Tensor  # int64 [k]: index of each node's parent in the level above
+    width: int  # number of choices
     children: Tensor  # int64 [c]: the nodes of the next level
-    places: Tensor  # int64 [c]: where in [k * width] choices each is
+    places: Tensor  # int64 [c]: index of each in the [k * width] choices
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,7 +1,7 @@
-"""The choices of a drafter below some nodes, read off logits, and their confidences.
+"""The choices of a drafter below some nodes, computed from logits, and their confidences.
 
-The confidence of a choice is the head's own probability of it, after the temperature that
-calibration found for the head. It estimates how often the choice is accepted below an accepted
+The confidence of a choice is the head's probability, after applying the head's calibrated
+temperature. It estimates how often the choice is accepted below an accepted
 parent.
 """
 
@@ -27,7 +27,7 @@ from vllm_medusa.proposer.sharded import (
 from vllm_medusa.proposer.topk import stable_topk
 from vllm_medusa.tree.drafts import IMPOSSIBLE
 
-MAX_WIDTH = 64  # choices that the kernel for CPUs keeps
+MAX_WIDTH = 64  # max choices of the CPU kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ def read_choices(
 def read_choices_in_torch(
     logits: Tensor, width: int, sharpness: Tensor | None = None, token_map: Tensor | None = None
 ) -> Choices:
-    """`read_choices` for any device and any logits."""
+    """`read_choices` for any device and dtype."""
     scaled, ids = _scaled(logits, sharpness), stable_topk(logits, width)
     log_confidence = scaled.gather(-1, ids) - scaled.logsumexp(-1, keepdim=True)
     return _choices(ids, log_confidence, token_map)
@@ -69,7 +69,7 @@ def read_choices_in_torch(
 def _read_on_cpu(
     logits: Tensor, width: int, sharpness: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Ids and log-probabilities [B, k, K]; None where the kernel serves no such logits."""
+    """Ids and log-probabilities [B, k, K]; None if the kernel does not support such logits."""
     batch, nodes, vocab = logits.shape
     if width > min(MAX_WIDTH, vocab) or logits.dtype not in CPU_DTYPES:
         return None
@@ -104,9 +104,9 @@ def read_choices_sharded(
     sharpness: Tensor | None = None,
     token_map: Tensor | None = None,
 ) -> Choices:
-    """The same from a rank's part of the vocabulary: equal choices, bit by bit, on every rank.
+    """The same from a rank's part of the vocabulary: bitwise equal choices on every rank.
 
-    A rank sends its candidates and one log-sum-exp for each row, which are merged in rank order.
+    A rank sends its candidates and one log-sum-exp per row, which are merged in rank order.
     """
     keys = local_topk(logits, width, shard)  # [B, k, width]
     own = _scaled(logits[..., : shard.num_ids], sharpness)
@@ -120,7 +120,7 @@ def read_choices_sharded(
 
 
 def _choices(ids: Tensor, log_confidence: Tensor, token_map: Tensor | None) -> Choices:
-    """Confidences become sortable: at most 0, and -inf where logits were NaN."""
+    """Make confidences sortable: at most 0, and -inf where logits were NaN."""
     clean = log_confidence.nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE).clamp_max(0)
     return Choices(ids if token_map is None else token_map[ids], clean)
 

@@ -1,4 +1,4 @@
-"""A step's drafts for either kind of heads and trees, batched; used by `decode.py`."""
+"""A step's drafts for any kind of heads and trees, batched; used by `decode.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def propose_tree(
     lm_head: LMHead | None = None,
     useful_depth: int = MAX_NODES,  # max depth of dynamic trees
 ) -> DraftTrees:
-    """Draft; Hydra heads have the target's embedding bound. No host sync."""
+    """Draft; Hydra heads must have the target's embedding bound. No host sync."""
     device = hidden_states.device
     sharpness = getattr(tree, "sharpness", None)
     factors = None if sharpness is None else torch.tensor(sharpness, device=device)

@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs
-"""From head logits to node tokens in Triton: `propose` and `propose_sharded`, the same bits.
+"""Head logits to node tokens in Triton: `propose` and `propose_sharded`, bitwise equal.
 
-The vocabulary is cut into parts. A program turns one part of one head's row into the int64 keys of
-`sharded`, in registers, and takes the largest k times over. Parts are then merged just as ranks
-are, so there are two kernels and one more for the last merge, which writes tokens to the nodes:
+The vocabulary is split into parts. A program converts a part of a head's row into the int64 keys
+of `sharded`, in registers, and takes the maximum k times. Parts are then merged just as ranks
+are, so there are two kernels, and one more for the last merge, which writes tokens to the nodes:
 
     one rank     parts -> fill
     more ranks   parts -> merge -> (all-gather) -> fill
 
-Logits are turned into keys by their bits alone, so nothing can round or be flushed to zero.
+Keys are computed from the logits' bits alone, so nothing can be rounded or flushed to zero.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def fill_tree(
         max(tree.head_widths),
         tree.depths,
         tree.ranks,
-        out if token_map is None else token_map,  # unread where there is no map
+        out if token_map is None else token_map,  # unread without a map
         out,
         out.stride(0),
         tree.num_nodes,
@@ -137,7 +137,7 @@ def _block(size: int) -> int:
 
 
 def _warps(size: int) -> int:
-    return min(8, max(1, _block(size) // 512))  # 16 keys of a thread at most, up to 4096 keys
+    return min(8, max(1, _block(size) // 512))  # at most 16 keys per thread, up to 4096 keys
 
 
 @triton.jit

@@ -1,16 +1,16 @@
-"""The best tokens of heads whose vocabulary is cut across ranks, without gathering their logits.
+"""Top-k tokens of heads whose vocabulary is split across ranks, without gathering their logits.
 
-Every rank ranks its own ids, the ranks exchange k candidates per head, and each merges what all
-sent. Of the k best tokens of the whole vocabulary those in one shard are among that shard's k best,
-so nothing is lost; and all ranks get the same tokens, as they merge the same candidates by a total
-order. For 5 heads and k = 10 a request sends 400 bytes in place of 5 rows of logits.
+Every rank ranks its own ids, the ranks exchange k candidates per head, and each merges all
+of them. Those of the k best tokens that are in one shard are among that shard's k best,
+so nothing is lost; and all ranks get the same tokens, because they merge the same candidates by a
+total order. For 5 heads and k = 10 a request sends 400 bytes instead of 5 rows of logits.
 
-A candidate is one int64, its logit above and its id below, by which it is ordered as `stable_topk`
-orders (logit descending as float32, id ascending; all NaN are one, above infinity):
+A candidate is one int64, with its logit above and its id below; this is the order of `stable_topk`
+(logit descending as float32, id ascending; all NaN are equal, above infinity):
 
     key = (order of the logit, int32) * 2**32 - id
 
-A rank whose shard has fewer than k ids fills up with `NO_CANDIDATE`, which is below every key.
+A rank whose shard has fewer than k ids is padded with `NO_CANDIDATE`, which is below every key.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class VocabShard:
 
     @classmethod
     def of_rank(cls, rank: int, width: int, vocab_size: int) -> VocabShard:
-        """The shard of a rank if every rank has ``width`` columns, padding behind the last id."""
+        """The shard of a rank if every rank has ``width`` columns, with padding after the last."""
         first = min(rank * width, vocab_size)
         return cls(first, min(width, vocab_size - first), vocab_size)
 
@@ -70,12 +70,12 @@ def merge_topk(keys: Tensor, k: int) -> Tensor:
 
 
 def token_ids(keys: Tensor) -> Tensor:
-    """The ids of candidates, int64 in, int64 out; `NO_CANDIDATE` gives 0."""
+    """The ids of candidates, int64 to int64; 0 for `NO_CANDIDATE`."""
     return -keys & 0xFFFFFFFF
 
 
 def logit_values(keys: Tensor) -> Tensor:
-    """The logits of candidates, float32; -0.0 has become 0.0, and `NO_CANDIDATE` gives NaN."""
+    """The logits of candidates, float32; -0.0 becomes 0.0, and `NO_CANDIDATE` NaN."""
     order = (keys + token_ids(keys)) >> 32  # int64 [...], from the int32 order
     bits = order ^ ((order >> 31) & 0x7FFFFFFF)
     return bits.to(torch.int32).view(torch.float32)
@@ -90,8 +90,8 @@ def propose_sharded(
 ) -> Tensor:
     """Fill the tree from a rank's logits [B, >= max_depth, V_shard]: int64 [B, N].
 
-    Equal on every rank to `propose` with the logits of all ranks put together. ``token_map``, whole
-    on every rank, turns draft ids into target ids. No host sync but what ``all_gather`` does.
+    Equal on every rank to `propose` with the logits of all ranks concatenated. ``token_map``, whole
+    on every rank, maps draft ids to target ids. No host sync other than in ``all_gather``.
 
     Raises ValueError if the tree is deeper than there are heads or wider than the vocabulary.
     """

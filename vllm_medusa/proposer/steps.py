@@ -1,4 +1,4 @@
-"""Medusa's and Hydra's heads at one step, as called by `proposer.build`."""
+"""Medusa and Hydra heads at one step, as called by `proposer.build`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Embed = Callable[[Tensor], Tensor]  # int64 [..] -> [.., H], the target's embedd
 
 @dataclass(frozen=True, eq=False)
 class MedusaStep:
-    """Medusa's heads at one step of B requests; see `build.Marginal`."""
+    """Medusa heads at one step of B requests; see `build.Marginal`."""
 
     heads: MedusaHeads | PackedHeads
     hidden_states: Tensor  # [B, H], as for `proposer.draft`
     lm_head: LMHead | None = None
     sharpness: Tensor | None = None  # float32 [>= D], factors on each head's logits; None: 1
-    read: ReadChoices | None = None  # None: the logits are of the whole vocabulary
+    read: ReadChoices | None = None  # None: the logits cover the whole vocabulary
 
     def marginals(self, depth: int, width: int, first: int = 0) -> Choices:
         """The choices of heads ``first`` to ``depth`` - 1 (packed heads)."""
@@ -41,7 +41,7 @@ class MedusaStep:
 
 
 class HydraStep:
-    """Hydra's heads at one step of B requests: head i scores what follows each node of depth i.
+    """Hydra heads at one step of B requests: head i scores the tokens after each node of depth i.
 
     See `build.Branching`.
     """
@@ -58,7 +58,7 @@ class HydraStep:
         self._heads, self._embed, self._lm_head = heads, embed, lm_head
         self._sharpness = sharpness
         self._read = read or functools.partial(read_choices, token_map=heads.token_map)
-        self._seen = hidden_states.unsqueeze(1)  # [B, k, (level + 1) * H] above the nodes
+        self._seen = hidden_states.unsqueeze(1)  # [B, k, (level + 1) * H] inputs for the nodes
 
     def expand(self, level: int, tokens: Tensor, parents: Tensor, width: int) -> Choices:
         """See `build.Branching`."""
@@ -95,7 +95,7 @@ class Stages:
         depth: int,
         width: int,
         useful: Tensor,  # int64 [B], max useful depth per request
-        min_survival: float,  # drafts below it are ignored
+        min_survival: float,  # drafts with less are ignored
     ) -> Choices:
         """The choices [B, D, width] of the first ``depth`` heads, or of `FIRST_HEADS` if enough."""
         if depth <= FIRST_HEADS:

@@ -1,13 +1,13 @@
-"""Deterministic top-k tokens of every row.
+"""Deterministic top-k tokens of each row.
 
-`torch.topk` leaves the order of equal logits open, and so free to change with device, batch size
+`torch.topk` does not define the order of equal logits, so it may change with device, batch size
 and release; equal logits are common in bfloat16. Here equal logits rank by token id, lower first,
 so that every rank, batch and runner proposes the same tree. (NaN ranks first, as in torch.)
 
-The order (logit descending, id ascending) is that of one int64, logit bits above and id below. To
-make keys of a few candidates only, the vocabulary is cut into groups of consecutive ids, which are
-ranked by (maximum descending, group ascending). The k best tokens lie in the k best groups: were
-one in another group, each of those k groups would hold a token before it.
+This order (logit descending, id ascending) is that of an int64, logit bits above and id below. To
+compute keys of only a few candidates, the vocabulary is split into groups of consecutive ids, which
+rank by (maximum descending, group ascending). The k best tokens are in the k best groups: if one
+were in another group, each of those k groups would have a better token.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_GROUP = 128  # ids in a group: fastest or near it for 32k and 152k tokens, k about 10
-_DIRECT = 4096  # up to this vocabulary, making all keys is as fast
+_GROUP = 128  # ids per group: close to the fastest for 32k and 152k tokens, k about 10
+_DIRECT = 4096  # up to this vocabulary, computing all keys is as fast
 _NAN = 0x7FC00000  # as float32 bits
 _LAST = torch.iinfo(torch.int64).min
 
@@ -30,7 +30,7 @@ def stable_topk(logits: Tensor, k: int) -> Tensor:
     if k > vocab:
         raise ValueError(f"k is {k}; there are only {vocab} tokens. Use a narrower tree")
     if k == 1:
-        return logits.argmax(-1, keepdim=True)  # the first of equals
+        return logits.argmax(-1, keepdim=True)  # the first if equal
     if vocab <= _DIRECT or vocab <= k * _GROUP:
         return ranked(logits, torch.arange(vocab, device=logits.device)).topk(k).indices
     whole, rest = divmod(vocab, _GROUP)
@@ -46,8 +46,8 @@ def stable_topk(logits: Tensor, k: int) -> Tensor:
 
 
 def ranked(logits: Tensor, ids: Tensor) -> Tensor:
-    """int64 keys that order as (logit ascending, id descending)."""
+    """int64 keys ordered by (logit ascending, id descending)."""
     bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0: -0.0 equals 0.0
-    bits = bits.masked_fill(logits.isnan(), _NAN)  # whatever its sign and payload
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats order backwards by their bits
+    bits = bits.masked_fill(logits.isnan(), _NAN)  # independent of sign and payload
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats are in reverse order
     return (ordered.to(torch.int64) << 32) - ids

@@ -3,8 +3,8 @@
 Batched tensors in and out; independent of the proposal and the KV cache.
 
 To add a rule: a module here from a `TreeBatch` and logits to a `Path` or `Verdict` (for CUDA also
-in `dispatch`, `launch` and `kernel`); its option, `config.AcceptanceConfig`; which requests use it,
-`worker.requests.RequestOptions`; then its callers: V1's `worker.v1.verification`, V2's
+in `dispatch`, `launch` and `kernel`); its option, `config.AcceptanceConfig`; the requests that use
+it, `worker.requests.RequestOptions`; and its callers: V1's `worker.v1.verification`, V2's
 `worker.v2.sampler` (and `cuda_warmup`), `decode`.
 """
 

@@ -1,7 +1,7 @@
 """Sample one token from one row of logits: truncation and random draw, as in vLLM.
 
-The oracle must draw what vLLM draws for a seeded request, so both of vLLM's ways are here. Each
-costs the generator the same amount per token drawn, whatever the logits.
+The oracle must sample the same tokens as vLLM for a seeded request, so both of vLLM's methods are
+here. Each advances the generator by the same amount per token, independent of the logits.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _GAMMA = 0x9E3779B97F4A7C15
 def truncate_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """Mask by top-k, then top-p, with -inf: fp32 [R, V], after the temperature.
 
-    ``top_k`` up to 0 or from V on, and ``top_p`` from 1 on, leave everything. Values tied with the
-    k-th largest stay. Top-p keeps the fewest tokens, of the renormalised top k, that exceed it,
-    and always one.
+    ``top_k`` <= 0 or >= V, and ``top_p`` >= 1, mask nothing. Values tied with the
+    k-th largest are kept. Top-p keeps the smallest set of tokens, of the renormalized top k, that
+    exceeds it, and at least one.
     """
     if 0 < top_k < logits.shape[-1]:
         smallest = logits.topk(top_k).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
     if top_p < 1:
         ascending, order = logits.sort(dim=-1)
-        # fp32 as vLLM's per-request top_p is: 1 - p must round alike.
+        # fp32 as vLLM's per-request top_p: 1 - p must be rounded the same way.
         rest = 1 - torch.tensor(top_p, dtype=torch.float32, device=logits.device)
         drop = ascending.softmax(-1).cumsum(-1) <= rest
         drop[..., -1] = False
@@ -38,15 +38,15 @@ def truncate_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tenso
 
 
 def draw_exponential(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw like vLLM's native sampler (GPU): V exponential variates, argmax of p / q."""
+    """Sample like vLLM's native sampler (GPU): V exponential variates, argmax of p / q."""
     probs = logits.softmax(-1, dtype=torch.float32)
     return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(-1)
 
 
 def draw_splitmix(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw like vLLM's CPU sampler (x86, ARM): one seed, then Gumbel noise hashed from it.
+    """Sample like vLLM's CPU sampler (x86, ARM): one seed, then Gumbel noise hashed from it.
 
-    The seed s and token i give 53 bits ``mix(mix(s) + (i + 1) * gamma) >> 11``, centred in (0, 1).
+    The seed s and token i give 53 bits ``mix(mix(s) + (i + 1) * gamma) >> 11``, centered in (0, 1).
     """
     seed = torch.randint(0, 2**31, (1,), generator=generator, device=logits.device)
     counter = torch.arange(1, logits.shape[-1] + 1, device=logits.device)
@@ -56,14 +56,14 @@ def draw_splitmix(logits: Tensor, generator: torch.Generator | None = None) -> T
 
 
 def _mix(word: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 words, which wrap as unsigned ones do."""
+    """SplitMix64's finalizer on int64 words, which wrap as unsigned ones do."""
     for shift, factor in _MIXERS:
         word = (word ^ _shift_right(word, shift)) * _signed(factor)
     return word ^ _shift_right(word, 31)
 
 
 def _shift_right(word: Tensor, count: int) -> Tensor:
-    return (word >> count) & ((1 << (64 - count)) - 1)  # logical: no sign bits come in
+    return (word >> count) & ((1 << (64 - count)) - 1)  # logical shift, without sign bits
 
 
 def _signed(word: int) -> int:

@@ -16,8 +16,8 @@ from vllm_medusa.tree.batch import TreeBatch
 def greedy_verdict(tree: TreeBatch, token_ids: Tensor, target_argmax: Tensor) -> Verdict:
     """Verify ``token_ids`` int64 [B, N] with ``target_argmax`` int64 [B, N] at each node.
 
-    Equals `lossless_walk` with a sampler that returns the argmax: of siblings that carry the same
-    token the first in node order is the one kept.
+    Equals `lossless_walk` with a sampler that returns the argmax: of siblings with the same
+    token, the first in node order is kept.
     """
     parents = tree.parents.clamp(min=0)  # [B, N]
     index = torch.arange(tree.max_nodes, device=parents.device).expand_as(parents)

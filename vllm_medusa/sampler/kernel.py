@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """Acceptance in Triton; see `launch` for the rules.
 
-One program decides one request, as a tree has at most 256 nodes. Strides change with the batch and
-the nodes of its widest tree, and verdicts lie anywhere in their memory: neither may make another
-kernel to compile.
+One program handles one request, because a tree has at most 256 nodes. Strides change with the batch
+and with the nodes of its widest tree, and verdicts have arbitrary addresses: neither may
+trigger a recompilation.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def walk(
     max_depth,
     BLOCK_N: tl.constexpr,
 ):
-    """Down from the root, a level at a time: the first child that holds the target's own token."""
+    """Walk down from the root, one level at a time: the first child with the target's own token."""
     request = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_N)
     drafted = (index > 0) & (index < tl.load(num_nodes_ptr + request).to(tl.int32))
-    # The root and padding get the parent -1, so they are no node's children.
+    # The root and padding get the parent -1, so they are not children of any node.
     parents = tl.load(parents_ptr + request * parents_b + index, mask=drafted, other=-1)
     tokens = tl.load(token_ids_ptr + request * token_ids_b + index, mask=drafted, other=-1)
     node = 0
@@ -54,7 +54,7 @@ def walk(
         tl.store(nodes_ptr + request * nodes_b + level, node)
         tl.store(output_ptr + request * output_b + level, tl.where(walking == 1, token, _NO_TOKEN))
         hits = (parents == node) & (tokens == token) & (walking == 1)
-        child = tl.min(tl.where(hits, index, BLOCK_N), 0)  # the first of equal siblings
+        child = tl.min(tl.where(hits, index, BLOCK_N), 0)  # the first sibling if equal
         walking = (child < BLOCK_N).to(tl.int32)
         node = tl.where(walking == 1, child, node)
         accepted += walking
@@ -87,7 +87,7 @@ def accept(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The deepest node whose ancestors are all accepted, the best of equals, and its path."""
+    """The deepest node whose ancestors are all accepted, the best if several, and its path."""
     request = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_N)
     exists = index < tl.load(num_nodes_ptr + request).to(tl.int32)
@@ -96,7 +96,7 @@ def accept(
     bit = tl.full([BLOCK_N], 1, tl.int64) << (index % 64).to(tl.int64)
     bits_ptr += request * bits_b
     reached = exists
-    for word in tl.static_range(NUM_WORDS):  # a node is reached if none of its ancestors stops
+    for word in tl.static_range(NUM_WORDS):  # a node is reached if no ancestor stops
         stop_bits = tl.sum(tl.where(stops & (index // 64 == word), bit, 0), 0)
         attends = tl.load(bits_ptr + index * bits_n + word, mask=exists, other=0)
         reached = reached & ((attends & stop_bits) == 0)
@@ -107,11 +107,11 @@ def accept(
     if HAS_SCORE:
         score = tl.load(score_ptr + request * score_b + index, mask=exists, other=0.0)
         score = tl.where(best & (score == score), score, float("-inf"))  # NaN is lowest
-        score = tl.where(score == float("inf"), _LARGEST, score)  # as nan_to_num has it
+        score = tl.where(score == float("inf"), _LARGEST, score)  # as in nan_to_num
         best = best & (score == tl.max(score, 0))
     last = tl.min(tl.where(best, index, BLOCK_N), 0)
 
-    # One ancestor per depth, the node included: each writes itself into the column of its depth.
+    # One ancestor per depth, including the node: each is written to the column of its depth.
     nodes_ptr += request * nodes_b
     for word in tl.static_range(NUM_WORDS):
         attends = tl.load(bits_ptr + last * bits_n + word)
@@ -131,9 +131,9 @@ def vocabulary(
     parts_ptr,  # out, float32 [R, splits, 3]
     SPLIT: tl.constexpr,
 ):
-    """Partial sums of a row's softmax and entropy; all of a part may be -inf.
+    """Partial sums of a row's softmax and entropy; a part may be all -inf.
 
-    That is its largest logit m, the sum of w = exp(x - m), and the sum of w * (x - m).
+    They are its largest logit m, the sum of w = exp(x - m), and the sum of w * (x - m).
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -143,7 +143,7 @@ def vocabulary(
     logits = logits.to(tl.float32)
     top = tl.max(logits, 0)
     distance = logits - tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp(distance)  # NaN from NaN and from +inf, and so are the sums
+    weight = tl.exp(distance)  # NaN from NaN and +inf, also in the sums
     parts_ptr += (row * tl.num_programs(1) + split) * 3
     tl.store(parts_ptr, top)
     tl.store(parts_ptr + 1, tl.sum(weight, 0))
@@ -185,7 +185,7 @@ def plausible(
     drafted = drafted & (tokens >= 0)
     row = tl.load(row_of_node_ptr + request * row_of_node_b + parents, mask=drafted, other=0)
 
-    # Bring the parts of the parent's row to one maximum and add: total = sum of exp(x - top).
+    # Rescale the parts of the parent's row to one maximum and add: total = sum of exp(x - top).
     split = tl.arange(0, BLOCK_S)
     parts_ptrs = parts_ptr + (row[:, None] * splits + split[None, :]) * 3  # [BLOCK_N, BLOCK_S]
     present = drafted[:, None] & (split < splits)[None, :]
@@ -204,10 +204,10 @@ def plausible(
     bar = tl.minimum(tl.load(epsilon_ptr + request), bar)
     logit = tl.load(logits_ptr + row * logits_r + tokens, mask=drafted, other=0.0).to(tl.float32)
     p = tl.exp(logit - base) / total
-    accepted = drafted & (p > bar)  # never where the row has a NaN: the total is NaN
-    score = tl.log(tl.where(accepted, p, 1.0))  # 0 at the root, which is its own parent here
+    accepted = drafted & (p > bar)  # never if the row has a NaN: the total is NaN
+    score = tl.log(tl.where(accepted, p, 1.0))  # 0 at the root, its own parent here
     above = parents.to(tl.int32)
-    for _ in range(doublings):  # of the part of the path that is summed; alike for equal paths
+    for _ in range(doublings):  # pairwise sum along the path; identical for equal paths
         score += tl.gather(score, above, 0)
         above = tl.gather(above, above, 0)
     tl.store(accepted_ptr + request * accepted_b + index, accepted, mask=exists)

@@ -1,11 +1,11 @@
 """The rules of this package in Triton: all requests in one launch, no host sync.
 
-Whatever compares and counts gives the same bits as the torch functions of the same names;
+Comparisons and counts are bitwise equal to the torch functions of the same names;
 `typical_path` also does arithmetic, which agrees up to rounding. No program waits for another and
-no sum is atomic, so the same logits give the same verdict on every rank, in every batch.
+no sum is atomic, so the same logits give the same verdict on every rank and in every batch.
 
 Tensors are strided in all dimensions but the last. This module imports Triton, so import it late,
-where there is a device to run it.
+if there is a device to run it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from vllm_medusa.sampler import kernel
 from vllm_medusa.sampler.path import Path, Verdict
 from vllm_medusa.tree.batch import TreeBatch
 
-_SPLIT = 8192  # token ids of one program in the pass over the vocabulary
+_SPLIT = 8192  # token ids per program in the pass over the vocabulary
 
 
 def empty_verdict(batch_size: int, max_depth: int, device: torch.device | str) -> Verdict:
-    """A verdict to write into, for trees no deeper than ``max_depth``; its values are garbage."""
+    """An uninitialized verdict to write into, for trees no deeper than ``max_depth``."""
     tables = torch.empty(2, batch_size, max_depth + 1, dtype=torch.int64, device=device)
     columns = torch.empty(2, batch_size, dtype=torch.int64, device=device)
     return Verdict(Path(tables[0], *columns), tables[1])
@@ -31,14 +31,14 @@ def empty_verdict(batch_size: int, max_depth: int, device: torch.device | str) -
 def target_verdict(
     tree: TreeBatch, token_ids: Tensor, target_ids: Tensor, out: Verdict | None = None
 ) -> Verdict:
-    """Keep every draft that is the target's own token at its parent: greedy and lossless alike.
+    """Keep every draft that is the target's own token at its parent, for greedy and lossless rules.
 
     ``token_ids`` and ``target_ids`` are int64 [B, N]; ``target_ids`` holds for each node the token
-    that plain decoding would emit after it. That is the argmax for a greedy request. For a sampling
-    request it is a draw, made at every node beforehand: a draw is a function of the node's logits,
-    the request's seed and the position, so those at nodes off the path change none on it. From
-    there on both are the walk of `lossless_walk`, hence one function, and a batch may mix them.
-    Equals `greedy_verdict` with ``target_ids`` for the argmax.
+    that plain decoding would emit after it: the argmax for a greedy request. For a sampling
+    request, tokens are sampled at all nodes in advance: a sample depends on the node's logits,
+    the request's seed and the position, so nodes off the path do not affect it. Then
+    both are the walk of `lossless_walk`, hence one function, and a batch may mix them.
+    Equals `greedy_verdict` with ``target_ids`` as the argmax.
     """
     batch, nodes = tree.parents.shape
     out = out or empty_verdict(batch, tree.max_depth, token_ids.device)
@@ -68,7 +68,7 @@ def accept_path(tree: TreeBatch, node_accepted: Tensor, score: Tensor | None = N
     assert score is None or (score.shape == (batch, nodes) and score.dtype == torch.float32)
     kernel.accept[(batch,)](
         *_strided(node_accepted),
-        *_strided(node_accepted if score is None else score),  # unread where there is no score
+        *_strided(node_accepted if score is None else score),  # unread without a score
         *_strided(tree.num_nodes),
         *_strided(tree.depths),
         *_strided(tree.ancestor_bits),
@@ -87,9 +87,9 @@ def accept_path(tree: TreeBatch, node_accepted: Tensor, score: Tensor | None = N
 
 def typical_path(
     tree: TreeBatch,
-    token_ids: Tensor,  # int64 [B, N], negative where there is no draft
+    token_ids: Tensor,  # int64 [B, N], negative: no draft
     logits: Tensor,  # fp32, fp16 or bf16 [R, V], after temperature and truncation (-inf)
-    row_of_node: Tensor,  # int64 [B, N], each node's row of logits; unread where there is none
+    row_of_node: Tensor,  # int64 [B, N], each node's row of logits; unread without a node
     epsilon: Tensor,  # fp32 [B]
     delta: Tensor,  # fp32 [B]
 ) -> Path:
@@ -131,6 +131,6 @@ def _block(size: int) -> int:
 
 
 def _strided(tensor: Tensor) -> tuple[Tensor | int, ...]:
-    """A tensor and its strides but the last, which is 1."""
+    """A tensor and its strides, without the last, which is 1."""
     assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1
     return tensor, *tensor.stride()[:-1]

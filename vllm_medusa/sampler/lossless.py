@@ -1,10 +1,10 @@
-"""Lossless acceptance: sample from the target and walk down as long as the drafts agree.
+"""Lossless acceptance: sample from the target and descend while the drafts match.
 
 At the root, sample a token exactly as plain decoding would. If it is the token of a child, that
-child is accepted: go there and repeat. Otherwise the step ends, and the token already sampled is
-its last. Every emitted token is thus a draw from the target given the tokens before it, whatever
-was drafted, so the output distribution is the target's. With one draw per emitted token a seeded
-request even gives the same tokens as without speculation.
+child is accepted: continue there. Otherwise the step ends, and the sampled token is
+its last. Every emitted token is thus sampled from the target given the tokens before it,
+independent of the drafts, so the output distribution is the target's. With one sample per token, a
+seeded request even gives the same tokens as without speculation.
 
 For drafts that are a fixed function of the context this is the rule of Leviathan et al.
 (https://arxiv.org/abs/2211.17192) with a one-hot q: x is accepted with probability p(x), and the
@@ -22,7 +22,7 @@ from vllm_medusa.sampler.path import NO_TOKEN, Path, Verdict
 from vllm_medusa.tree.batch import TreeBatch
 
 # (level, nodes int64 [B], active bool [B]) -> token ids int64 [B] sampled at those nodes.
-# Values of inactive requests are ignored; their generators need not advance.
+# Values of inactive requests are ignored; their generators need not be advanced.
 NodeSampler = Callable[[int, Tensor, Tensor], Tensor]
 
 
@@ -31,12 +31,12 @@ def lossless_walk(
 ) -> Verdict:
     """Walk all requests down their trees, one call of ``sample`` per level.
 
-    ``token_ids`` is int64 [B, N]. Of siblings that carry the sampled token the first in node order
-    is taken. ``early_exit`` stops once no request is active: a host sync per level, worth it where
-    that is free (CPU) or sampling is dear.
+    ``token_ids`` is int64 [B, N]. Of siblings with the sampled token, the first in node order
+    is accepted. ``early_exit`` stops once no request is active: a host sync per level, useful if
+    syncs are free (CPU) or sampling is expensive.
     """
     index = torch.arange(tree.max_nodes, device=tree.parents.device)  # [N]
-    children = torch.where(tree.valid, tree.parents, -1)  # [B, N]: padding is no node's child
+    children = torch.where(tree.valid, tree.parents, -1)  # [B, N]: padding is not a child
     active = torch.ones_like(tree.num_nodes, dtype=torch.bool)  # [B]
     node = torch.zeros_like(tree.num_nodes, dtype=torch.int64)  # [B]
     num_accepted = torch.zeros_like(node)

@@ -1,7 +1,7 @@
 """Root paths: from accepted nodes to the kept path and its emitted tokens.
 
-B requests, N nodes each (padding included), D the depth no node exceeds. A verification step emits
-the accepted draft tokens and one token more: *recovered* where the path stops at an inner node,
+B requests, N nodes each (padding included), D an upper bound of depths. A verification step emits
+the accepted draft tokens and one more token: *recovered* if the path stops at an inner node,
 *bonus* at a leaf. Nothing here waits for the device.
 """
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from vllm_medusa.tree.batch import TreeBatch
 
-NO_TOKEN = -1  # fills output_token_ids behind the last token emitted
+NO_TOKEN = -1  # padding of output_token_ids after the last emitted token
 
 
 @dataclass(frozen=True, eq=False)
 class Path:
     """The accepted path of each request, from the root down."""
 
-    nodes: Tensor  # int64 [B, D + 1]; column 0 is the root; the last node repeats behind the end
+    nodes: Tensor  # int64 [B, D + 1]; column 0 is the root; padded with the last node
     num_accepted: Tensor  # int64 [B], draft tokens on the path = depth of its last node
     last_node: Tensor  # int64 [B], its logits give the final token, its hidden state the next draft
 
@@ -45,7 +45,7 @@ def path_to_node(tree: TreeBatch, last_node: Tensor) -> Path:
     depth = tree.depths.gather(1, last)  # [B, 1]
     row = last.unsqueeze(2).expand(-1, 1, tree.max_nodes)
     on_path = tree.ancestors.gather(1, row).squeeze(1)  # [B, N]
-    # One ancestor per depth; whatever is off the path lands in a column that is cut off.
+    # One ancestor per depth; nodes off the path are written to an extra column, removed later.
     column = torch.where(on_path, tree.depths, tree.max_depth + 1)  # [B, N]
     index = _node_index(tree).expand_as(column)
     nodes = last.expand(-1, tree.max_depth + 2).scatter(1, column, index)[:, :-1]
@@ -56,11 +56,11 @@ def accept_path(tree: TreeBatch, node_accepted: Tensor, score: Tensor | None = N
     """The longest path of accepted nodes.
 
     ``node_accepted`` is bool [B, N]; the root counts as accepted and padding never does. Among
-    equally deep nodes the highest ``score`` (float [B, N], NaN is lowest) wins, then the lowest
+    equally deep nodes the highest ``score`` (float [B, N], NaN is lowest) is used, then the lowest
     index.
     """
     index = _node_index(tree)  # [N]
-    stops = ~node_accepted & (index > 0)  # [B, N]; no node has padding above it
+    stops = ~node_accepted & (index > 0)  # [B, N]; padding is never an ancestor
     reached = ~(tree.ancestors & stops.unsqueeze(1)).any(-1)  # [B, N]
     depth = torch.where(reached & tree.valid, tree.depths, -1)
     best = depth == depth.amax(1, keepdim=True)

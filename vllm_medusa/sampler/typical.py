@@ -5,8 +5,8 @@ parent, after the request's temperature and truncation, and H its entropy in nat
 
     p(x) > min(epsilon, delta * exp(-H))
 
-A flat p lowers the bar, a peaked one caps it at epsilon. The longest kept path wins, then the
-likeliest; the token that ends the step is the caller's to sample, or to take greedily, from p at
+A flat p lowers the threshold; for a peaked p it is epsilon. The longest kept path is used, then the
+most probable; the token that ends the step is sampled, or taken greedily, by the caller from p at
 the path's last node. Requests at temperature 0 belong to `greedy_verdict`.
 """
 
@@ -36,7 +36,7 @@ def typical_path(
 ) -> Path:
     """The longest path of plausible nodes; ties go to the likelier path, then the lower node.
 
-    ``token_ids`` is int64 [B, N], negative where there is no draft; ``probs`` fp32 [B, N, V] the
+    ``token_ids`` is int64 [B, N], negative: no draft; ``probs`` fp32 [B, N, V] the
     target's distribution at each node; ``epsilon`` and ``delta`` fp32 [B].
     """
     parents = tree.parents.clamp(min=0)  # [B, N]

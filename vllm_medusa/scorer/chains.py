@@ -1,14 +1,14 @@
-"""Root paths as chains of rows, for kernels that find a token's history in the rows before its own.
+"""Root paths as chains of rows, for kernels that read a token's history from the rows before it.
 
-Such a kernel gets, of a tree of H levels, H rows for each node: its path from the root on, and
-behind it nothing that counts. For nodes 1 and 2 under the root and 3 under 1, H = 3:
+For a tree of H levels, such a kernel gets H rows for each node: its path from the root, and
+padding. For nodes 1 and 2 under the root and 3 under 1, H = 3:
 
     node      0       1       2       3
     nodes     0 . .   0 1 .   0 2 .   0 1 3
-    local     0 0 0   0 1 0   0 1 0   0 0 2    how many rows before are a row's history
-    index     0         4       7         11   the row that stands for the node
+    local     0 0 0   0 1 0   0 1 0   0 0 2    number of preceding rows in a row's history
+    index     0         4       7         11   the row of the node
 
-The host knows how many rows there are, the device whose they are: trees differ by request and step.
+The host knows the number of rows, the device their owners: trees differ by request and step.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from vllm_medusa.tree.batch import TreeBatch
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """In which rows the nodes of B requests are drawn; R rows, those of a request together."""
+    """The rows in which the nodes of B requests are sampled; R rows, grouped by request."""
 
     rows: Tensor  # int64 [R] logits row
-    local: Tensor  # int32 [R] how many rows before are its history
+    local: Tensor  # int32 [R] number of preceding rows in its history
     index: Tensor  # int64 [B, N] row of each node; padding repeats the last node
 
 
 def height(tree: TreeBatch) -> int:
-    """H, rows of a chain: no node is deeper than there are nodes before it."""
+    """H, rows of a chain: no node is deeper than its number of preceding nodes."""
     return min(tree.max_depth + 1, tree.max_nodes)
 
 
 def first_rows(by_path: np.ndarray, num_nodes: np.ndarray, height: int) -> np.ndarray:
-    """Where each request's rows start: int64 [B + 1].
+    """First row of each request: int64 [B + 1].
 
     The requests of ``by_path`` (bool [B]) have chains for their ``num_nodes`` (int64 [B]) nodes,
-    the others a row for each.
+    the others one row per node.
     """
     sizes = np.where(by_path, height, 1) * num_nodes
     return np.concatenate(([0], sizes.cumsum()))
@@ -51,14 +51,14 @@ def lay_out(tree: TreeBatch, by_path: Tensor, first: Tensor, num_rows: int) -> R
     """Lay out a step's rows. No host sync.
 
     Args:
-        tree: Of B requests; the logits rows are those of all nodes, request by request.
+        tree: Of B requests; the logits rows are all nodes, request by request.
         by_path: bool [B], as in `first_rows`.
-        first: int64 [B + 1], what `first_rows` gave, on the device.
+        first: int64 [B + 1], the output of `first_rows`, on the device.
         num_rows: R, its last entry.
 
     """
     levels, nodes = height(tree), torch.arange(tree.max_nodes, device=first.device)
-    # The ancestor of each node at each level; whatever is none lands in a column that is cut off.
+    # The ancestor of each node at each level; others go to an extra column, removed below.
     level = torch.where(tree.ancestors, tree.depths.unsqueeze(1), levels).clamp_max(levels)
     paths = nodes[:, None].expand(tree.batch_size, -1, levels + 1)
     paths = paths.scatter(2, level, nodes.expand_as(level))[..., :levels]  # [B, N, H]

@@ -1,4 +1,4 @@
-"""Tree attention over vLLM's paged CPU cache: the plan of a step, and the kernel that runs it."""
+"""Tree attention over vLLM's paged CPU cache: the plan of a step, and the kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_medusa.tree.batch import TreeBatch
 
 
 class AttentionPlan(Structure):
-    """A step's plan, shared by layers of one layout and window; `Plan` of attention.cpp."""
+    """A step's plan, shared by layers of the same layout and window; `Plan` in attention.cpp."""
 
     _fields_ = [
         *((name, c_int64) for name in ("requests", "heads", "kv_heads", "dim", "block_size")),
@@ -44,9 +44,9 @@ def plan_trees(
     layout: CacheLayout,
     num_heads: int,
     window: int | None = None,
-    row_starts: Tensor | None = None,  # int64 [B], query row of each root; None: from row 0 on
+    row_starts: Tensor | None = None,  # int64 [B], row of each root; None: contiguous from row 0
 ) -> AttentionPlan:
-    """Plan the verification of trees: each node sees the context and its ancestors."""
+    """Plan the verification of trees: each node attends to the context and its ancestors."""
     starts = tree.cu_num_nodes[:-1] if row_starts is None else row_starts
     sizes = tree.num_nodes.to(torch.int64)
     depths = None if window is None else tree.depths.to(torch.int64)
@@ -56,16 +56,16 @@ def plan_trees(
 
 
 def plan_branches(
-    seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query sees
+    seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query attends to
     base: Tensor,  # int64 [B], context tokens
     block_table: Tensor,  # int32 [B, >= ceil((base + S) / block_size)]
     layout: CacheLayout,
     num_heads: int,
 ) -> AttentionPlan:
-    """Plan one level of a drafter's trees. Query rows follow each other, request by request.
+    """Plan one level of a drafter's trees. Query rows are contiguous, request by request.
 
-    Behind the context the cache holds the nodes expanded so far, level after level; the queries are
-    the newest level, and each sees its own ancestors.
+    After the context, the cache holds the nodes expanded so far, level by level; the queries are
+    the newest level, and each attends to its own ancestors.
     """
     batch, queries, size = seen.shape
     starts = queries * torch.arange(batch)
@@ -86,10 +86,10 @@ def _plan(
     depths: Tensor | None,
 ) -> AttentionPlan:
     if window is not None and window < 1:
-        raise ValueError(f"sliding window is {window}; it must be at least 1, or None for none")
+        raise ValueError(f"sliding window is {window}; it must be at least 1, or None")
     if num_heads % layout.num_kv_heads:
         raise ValueError(
-            f"{num_heads} query heads do not fold onto {layout.num_kv_heads} key heads; "
+            f"{num_heads} query heads do not match {layout.num_kv_heads} key heads; "
             "the first number must be a multiple of the second"
         )
     if layout.head_size % 16 or layout.block_size % 16:
@@ -111,7 +111,7 @@ def _plan(
 
 
 def _inner(tensor: Tensor) -> Tensor:
-    """The same with neighbouring elements of its last dimension side by side."""
+    """The same values with a contiguous last dimension."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -129,26 +129,26 @@ def tree_attention(
     """Attend every node to its context and its ancestors; keys and values are in the cache.
 
     Args:
-        query: fp32, bf16 or fp16; the rows may be strided. Only rows of the plan are read.
+        query: fp32, bf16 or fp16; rows may be strided. Only rows of the plan are read.
         kv_cache: the layer's cache, of the same dtype and of the plan's layout.
-        plan: from `plan_trees` or `plan_branches`; shared by the layers of one layout and window.
+        plan: from `plan_trees` or `plan_branches`; shared by layers of the same layout and window.
         scale: factor on the logits.
         softcap: logits become softcap * tanh(logits / softcap); 0 for none.
-        sinks: one more logit per head, [num_heads], without a value.
+        sinks: an additional logit per head, [num_heads], without a value.
         out: like ``query``; allocated when None. Only rows of the plan are written.
-        truncate: truncate results to bf16 instead of rounding them, as vLLM's kernel for CPUs
-            without AVX-512 does.
+        truncate: truncate results to bf16 instead of rounding them, as vLLM's kernel does on CPUs
+            without AVX-512.
 
     Returns:
         ``out``.
 
-    ALiBi and quantised caches are not supported; the layer refuses them.
+    ALiBi and quantized caches are not supported; the layer refuses them.
 
     """
     if kv_cache.dtype != query.dtype:
         raise TypeError(
             f"the KV cache is {kv_cache.dtype} but the queries are {query.dtype}; tree attention "
-            "reads unquantised caches only. Start vLLM with --kv-cache-dtype auto."
+            "reads only unquantized caches. Start vLLM with --kv-cache-dtype auto."
         )
     if out is None:
         out = torch.empty_like(query)

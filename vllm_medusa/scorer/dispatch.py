@@ -26,29 +26,29 @@ def paged_tree_attention(
 ) -> Tensor:
     """Attend every row to its visible keys; keys and values are in the cache.
 
-    On a GPU, or where Triton interprets, this is the kernel: it allocates nothing and never waits
-    for the device. Elsewhere it is `paged_torch`, for tests.
+    On a GPU, or with Triton's interpreter, this is the kernel: it allocates nothing and never waits
+    for the device. Otherwise it is `paged_torch`, for tests.
 
     Args:
-        query: fp16, bf16 or fp32, rows and heads may be strided, channels not.
-        key_cache: Any strides, of the dtype of the queries or fp8; vLLM's uint8 caches must be
-            viewed as the fp8 dtype that they hold. e4m3 needs a GPU of capability 8.9.
+        query: fp16, bf16 or fp32, rows and heads may be strided, channels must be contiguous.
+        key_cache: Any strides, the dtype of the queries or fp8; vLLM's uint8 caches must be
+            viewed as their fp8 dtype. e4m3 needs a GPU of capability 8.9.
         value_cache: Like ``key_cache``.
         batch: The requests.
         scale: Factor on the logits.
-        out: Like ``query``. Rows of no request keep their values.
+        out: Like ``query``. Rows outside all requests are unchanged.
         softcap: Logits become softcap * tanh(logits / softcap); 0 for none.
-        window: Keys at positions > p - window are seen from position p; None for all.
-        sinks: One more logit a head with no value behind it.
+        window: Position p attends to positions > p - window; None for all.
+        sinks: An additional logit per head, without a value.
         k_scale: Divisor of fp8 keys; None for 1.
         v_scale: Divisor of fp8 values; None for 1.
-        lse: Receives log(sum(exp(logits))) of every row and head, sinks included.
+        lse: Output: log(sum(exp(logits))) of every row and head, sinks included.
 
     Returns:
         ``out``.
 
     Raises:
-        ImportError: A GPU without Triton.
+        ImportError: Triton is missing on a GPU.
 
     """
     check_arguments(query, key_cache, value_cache, batch, out, window, sinks, lse)

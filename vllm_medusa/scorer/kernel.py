@@ -2,35 +2,35 @@
 """Paged tree attention in Triton: one pass over the keys in parts, then a merge.
 
 Rows. The query heads that share a key head are folded into the rows: folded row f of a request is
-head ``f % group`` of query row ``f // group``. A program takes ``BLOCK_M`` of them, one key head
+head ``f % group`` of query row ``f // group``. A program handles ``BLOCK_M`` of them, one key head
 and one part of the keys. So the keys of a head are read ``ceil(n * group / BLOCK_M)`` times for a
 request of n rows, and once for 64 nodes of a model without grouped heads (BLOCK_M is up to 128);
-the programs that share keys run next to each other and meet in the L2 cache.
+programs that share keys are adjacent and share them through the L2 cache.
 
-Keys. A request's key tiles are those of its context, counted from the first key that the window
-leaves, then those of its own rows, counted from row 0. Own tiles therefore never straddle two
-64-bit words of an ancestor mask, and tiles that every row sees whole run without a mask:
+Keys. A request's key tiles are those of its context, counted from the first key inside the
+window, then those of its own rows, counted from row 0. So own tiles never straddle two
+64-bit words of an ancestor mask, and tiles that are visible to every row run without a mask:
 
     context 150, 70 rows, BLOCK_N 64      [0 64) [64 128) | [128 150)   [150 214) [214 220)
                                            no mask        | masked       word 0    word 1
 
 A request's first own rows may have no queries (``rows_before``): they are in the cache already.
 
-Where there is neither tree nor window (prefill) the rows before those of a program are context too,
+Without tree or window (prefill), the rows before those of a program are context too,
 down to a whole tile: own tiles then start close to the program's first row, and few are masked.
 
-Parts are whole tiles, dealt out evenly over the grid's last axis; a short request leaves some
-empty, whose LSE is -inf. Each part's normalised output and LSE go to the workspace and `merge`
-weighs them; with one part the output is written at once. The grid follows from shapes and upper
-bounds alone. Softmax runs in base 2, LSE that leave a kernel are natural: a context that something
-else attended (FlashAttention, say) could be merged as one more part.
+Parts are whole tiles, evenly distributed over the grid's last axis; a short request leaves some
+empty, with an LSE of -inf. Each part's normalized output and LSE go to the workspace and `merge`
+weighs them; a single part writes the output directly. The grid depends only on shapes and upper
+bounds. Softmax uses base 2, but output LSE are natural: a context processed by another kernel
+(such as FlashAttention) could be merged as one more part.
 
-In place of a search for a program's request: request b owns the tiles from
-``cu_query_lens[b] * group // BLOCK_M + b`` on, which is never fewer than it needs. Where all
-requests are about equally long, a fixed number of tiles each is cheaper.
+Instead of searching for a program's request: request b owns the tiles from
+``cu_query_lens[b] * group // BLOCK_M + b`` on, which is always enough. If all
+requests have about the same length, a fixed number of tiles each is cheaper.
 
-What changes from step to step is no constant of the kernel, and none of its values (1, a multiple
-of 16) makes it another kernel: a server must not stop to compile.
+Values that change from step to step are not constants of the kernel and not specialized (for 1 or
+multiples of 16), because a server must not stop to recompile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LN2 = tl.constexpr(0.6931471805599453)
         "num_splits",
         "rows_before",
         "table_stride",
-        "bits_stride_request",  # 0 for a static tree, but not if there is one request only
+        "bits_stride_request",  # 0 for a static tree, except with a single request
         "depths_stride_request",
     ),
     do_not_specialize_on_alignment=(
@@ -81,7 +81,7 @@ def attend(
     batch_size,
     num_heads,
     num_nodes,  # N
-    tiles_per_request,  # 0: look for the request
+    tiles_per_request,  # 0: compute the request
     num_splits,
     rows_before,
     query_stride_row,
@@ -152,7 +152,7 @@ def attend(
         mask=is_node,
         other=0,
     ).to(tl.int32)
-    place = tl.where(is_node, depth, row)  # position behind the context
+    place = tl.where(is_node, depth, row)  # position after the context
     token = (first_row + query_row).to(tl.int64)
     bits_row_ptr = (
         ancestor_bits_ptr
@@ -171,17 +171,17 @@ def attend(
         other=0.0,
     )  # [BLOCK_M, HEAD_PADDED]
 
-    # key tiles: context_tiles from position left up to context, then own tiles from row first_own
+    # key tiles: context_tiles from position left to context, then own tiles from row first_own
     own_end = rows_before + tl.minimum((m_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, num_rows)
     left = 0
     context = base
     if HAS_WINDOW:
         lowest = tl.min(tl.where(exists, place, 2147483647), 0)
         left = tl.maximum(base + lowest - window + 1, 0)
-        # rows that far back are hidden in trees too, as no node is deeper than its index
+        # such rows are outside the window in trees too, as no node is deeper than its index
         first_own = tl.maximum(left - base, 0) // BLOCK_N * BLOCK_N
     else:
-        before_all = rows_before + m_tile * BLOCK_M // GROUP  # seen whole but in trees
+        before_all = rows_before + m_tile * BLOCK_M // GROUP  # fully visible except in trees
         before_all = before_all // BLOCK_N * BLOCK_N
         first_own = tl.where(tree_rows > 0, 0, before_all)
         context = base + first_own
@@ -190,7 +190,7 @@ def attend(
     per_split = (num_tiles + num_splits - 1) // num_splits
     start = tl.minimum(split * per_split, num_tiles)
     stop = tl.minimum(start + per_split, num_tiles)
-    whole = start  # tiles before this one are seen whole by every row
+    whole = start  # tiles before this one are visible to every row
     if not HAS_WINDOW:
         whole = tl.maximum(tl.minimum(tl.maximum(context, 0) // BLOCK_N, stop), start)
 
@@ -262,7 +262,7 @@ def attend(
             if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), which can't overflow to NaN
                 logits = cap * (1.0 - 2.0 / (tl.exp2(logits) + 1.0))
             if MASKED == 1:
-                other = position - base  # the key's row; negative before the request's own
+                other = position - base  # the key's row; negative in the context
                 word = tl.load(
                     bits_row_ptr + tl.maximum(own_row, 0) // 64 * bits_stride_word,
                     mask=is_node,
@@ -306,7 +306,7 @@ def attend(
     result = token * num_heads + head
     if IN_PARTS:
         tl.store(lse_ptr + result * num_splits + split, lse, mask=exists)
-        rows_here = tl.where(start < stop, num_rows, 0)  # none in an empty part
+        rows_here = tl.where(start < stop, num_rows, 0)  # none for an empty part
         tl.store(
             out_ptr + (result * num_splits + split)[:, None] * HEAD_SIZE + channel[None, :],
             acc,
@@ -351,7 +351,7 @@ def merge(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """Weigh the parts of one row and head by their LSE."""
+    """Combine the parts of one row and head, weighted by their LSE."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     if token >= tl.load(cu_query_lens_ptr + batch_size):

@@ -38,7 +38,7 @@ def choose_splits(
 ) -> int:
     """`tiles.num_splits` for steps of one shape on one device; heads are those of this rank.
 
-    Call it when graphs are captured or a step is planned, not per layer. Cut it down to
+    Call it when graphs are captured or a step is planned, not per layer. Cap it at
     `SplitWorkspace.max_splits`.
     """
     limits = device_limits(device)
@@ -159,7 +159,7 @@ def paged_tree_attention_kernel(
 
 @functools.cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Cached; a device that isn't CUDA counts as one multiprocessor."""
+    """Cached; a non-CUDA device counts as one multiprocessor."""
     if device.type != "cuda":
         return DeviceLimits()
     properties = torch.cuda.get_device_properties(device)

@@ -2,8 +2,8 @@
 
 The cache of a layer is [num_blocks, num_kv_heads, block_size, 2 * head_size]. For each block and
 head the first half of the 2 * block_size * head_size elements holds the keys and the second half
-the values. Inside a half, the element of token t and channel d sits at an offset that is always a
-sum, ``token_offset[t] + channel_offset[d]``. With bs tokens a block and D channels:
+the values. Within a half, the offset of token t and channel d is always a
+sum, ``token_offset[t] + channel_offset[d]``. With bs tokens per block and D channels:
 
     isa          keys                                   values
     vec, vec16   t + d*bs                               t*D + d
@@ -11,9 +11,9 @@ sum, ``token_offset[t] + channel_offset[d]``. With bs tokens a block and D chann
                  + (d//2)*32 + d%2                      + (d//16)*16bs + (d%16)*2
 
 so ``vec`` keys are transposed, [D, bs], and ``vec`` values are token-major, [bs, D], for every
-dtype; ``amx`` pairs neighbouring channels (keys) or tokens (values) of bfloat16 as its tile loads
-want them. Found by writing numbered tokens through ``cpu_attn_reshape_and_cache`` of vLLM 0.32.0;
-tests/worker/test_cpu_layout.py repeats that.
+dtype; ``amx`` pairs adjacent channels (keys) or tokens (values) of bfloat16, as required by its
+tile loads. Found by writing numbered tokens with ``cpu_attn_reshape_and_cache`` of vLLM 0.32.0;
+tests/worker/test_cpu_layout.py repeats this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SUPPORTED_ISAS = (*TRANSPOSED_ISAS, "amx")
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Shape and packing of one layer's cache; layers that agree in it share one plan a step."""
+    """Shape and packing of one layer's cache; layers with equal layouts share one plan per step."""
 
     isa: str  # of the attention layer, as vLLM chose it
     num_kv_heads: int
@@ -41,7 +41,7 @@ class CacheLayout:
     def __post_init__(self) -> None:
         if self.isa not in SUPPORTED_ISAS:
             raise ValueError(
-                f"CPU attention isa {self.isa!r} has an unknown cache layout; known are "
+                f"CPU attention isa {self.isa!r} has an unknown cache layout; supported: "
                 f"{', '.join(SUPPORTED_ISAS)}. Run Medusa on an x86 CPU."
             )
         if self.isa == "amx" and (self.block_size % 32 or self.head_size % 32):
@@ -52,9 +52,9 @@ class CacheLayout:
 
     @classmethod
     def of(cls, kv_cache: Tensor, isa: str) -> CacheLayout:
-        """Read the layout off ``kv_cache`` [num_blocks, num_kv_heads, block_size, 2 * head_size].
+        """Read the layout of ``kv_cache`` [num_blocks, num_kv_heads, block_size, 2 * head_size].
 
-        Blocks may be apart from each other, the inside of a block must be contiguous.
+        Blocks may be apart, but each block must be contiguous.
         """
         if kv_cache.dim() != 4 or kv_cache.shape[3] % 2:
             raise ValueError(
@@ -78,7 +78,7 @@ class CacheLayout:
 
     @cached_property
     def token_offsets(self) -> Tensor:
-        """int64 [2, block_size]: the token's share of an element's offset; keys, then values."""
+        """int64 [2, block_size]: the token's part of an element's offset; keys, then values."""
         t = torch.arange(self.block_size)
         if self.isa == "amx":
             return torch.stack((t // 16 * 16 * self.head_size + t % 16 * 2, t // 2 * 32 + t % 2))
@@ -86,7 +86,7 @@ class CacheLayout:
 
     @cached_property
     def channel_offsets(self) -> Tensor:
-        """int64 [num_kv_heads, 2, head_size]: the share of head, half and channel."""
+        """int64 [num_kv_heads, 2, head_size]: the part of head, half and channel."""
         d = torch.arange(self.head_size)
         if self.isa == "amx":
             inner = (d // 2 * 32 + d % 2, d // 16 * 16 * self.block_size + d % 16 * 2)

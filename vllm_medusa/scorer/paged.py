@@ -1,25 +1,25 @@
 """Attention over a paged cache for batches that mix trees, plain decodes and prefill chunks.
 
-Request b brings ``n = cu_query_lens[b + 1] - cu_query_lens[b]`` query rows. Their keys are in the
-cache already, behind ``base = seq_lens[b] - n`` tokens of context: row i in slot ``base + i`` of
-the request. What row i is and sees:
+Request b has ``n = cu_query_lens[b + 1] - cu_query_lens[b]`` query rows. Their keys are in the
+cache already, after ``base = seq_lens[b] - n`` tokens of context: row i in slot ``base + i`` of
+the request. Position and visible rows of row i:
 
-    request    position of row i         which rows j it sees
+    request    position of row i         visible rows j
     tree       base + depths[b, i]       j <= i, and bit j of ancestor_bits[b, i] is set
     other      base + i                  j <= i
 
-All of the context is seen too. A sliding window w hides every key whose *position* is not above
-that of the query minus w; siblings share a position. A tree request may bring fewer rows than it
-has nodes: nodes are parents first, so a prefix is still a tree. Requests without rows are padding
-and are skipped, and so are query rows behind ``cu_query_lens[-1]``. With ``rows_before`` every
-request has so many rows more, the first ones, whose keys came with earlier calls and which ask
-nothing now: ``base`` is that much less, and the queries are those of the rows behind. A row that
-sees nothing (which only a dummy batch has, with seq_len < n) becomes zero.
+All of the context is visible too. A sliding window w hides every key whose *position* is not above
+that of the query minus w; siblings share a position. A tree request may have fewer rows than
+nodes: nodes are parents first, so a prefix is still a tree. Requests without rows are padding
+and are skipped, and so are query rows after ``cu_query_lens[-1]``. With ``rows_before`` every
+request has that many additional rows at the start, whose keys were written by earlier calls and
+which have no queries: ``base`` is smaller by it, and the queries are the later rows. A row that
+sees nothing (only in dummy batches, with seq_len < n) becomes zero.
 
-Slots that no row sees are never read: they may hold NaN, and block table entries behind the last
-block in use, or left behind by the window, may hold anything.
+Slots that no row sees are never read: they may hold NaN, and block table entries after the last
+used block, or before the window, may hold anything.
 
-`dispatch.paged_tree_attention` computes it: by the Triton kernel (`launch`, `kernel`) or by torch
+`dispatch.paged_tree_attention` computes it: with the Triton kernel (`launch`, `kernel`) or torch
 (`paged_torch`), which have the same signature.
 """
 
@@ -39,10 +39,10 @@ MAX_HEAD_SIZE = 256
 
 @dataclass(frozen=True, eq=False)
 class SplitWorkspace:
-    """Memory for partial results: for every row, head and part one normalised output and its LSE.
+    """Memory for partial results: for every row, head and part one normalized output and its LSE.
 
-    Made once and reused by every layer and step. A context attended by other means can be merged
-    in the same way: the LSE are natural logarithms of the sum of exp(logit), sinks left out.
+    Created once and reused by every layer and step. Contexts processed by other means can be merged
+    in the same way: LSE are natural logarithms of the sum of exp(logit), without sinks.
     """
 
     values: Tensor  # fp32 [capacity * head_size]
@@ -50,22 +50,22 @@ class SplitWorkspace:
 
     @classmethod
     def allocate(cls, capacity: int, head_size: int, device: torch.device | str) -> SplitWorkspace:
-        """``capacity`` is the largest rows * query heads * parts of any step."""
-        with torch.inference_mode(False):  # else only inference mode could write to it
+        """``capacity`` is the maximum of rows * query heads * parts over all steps."""
+        with torch.inference_mode(False):  # otherwise writable only in inference mode
             values = torch.empty(capacity * head_size, dtype=torch.float32, device=device)
             return cls(values, torch.empty(capacity, dtype=torch.float32, device=device))
 
     def max_splits(self, num_rows: int, num_heads: int, head_size: int) -> int:
-        """The maximal number of parts for a step of ``num_rows`` rows, at least 1."""
+        """The max number of parts for a step of ``num_rows`` rows, at least 1."""
         capacity = min(self.lse.numel(), self.values.numel() // head_size)
         return max(1, capacity // max(1, num_rows * num_heads))
 
 
 @dataclass(frozen=True, eq=False)
 class PagedBatch:
-    """The requests of one step, shared by all layers; every tensor lives on the device.
+    """The requests of one step, shared by all layers; every tensor is on the device.
 
-    Only shapes and the two numbers are known to the host. For a static tree ``ancestor_bits`` and
+    Only shapes and the two numbers are known on the host. For a static tree ``ancestor_bits`` and
     ``depths`` are expanded views (stride 0 over requests).
     """
 
@@ -75,10 +75,10 @@ class PagedBatch:
     is_tree: Tensor  # bool [B]
     ancestor_bits: Tensor  # int64 [B, N, W]
     depths: Tensor  # integer [B, N]
-    max_query_len: int  # upper bound of queries; more than this in a request stay unwritten
+    max_query_len: int  # upper bound of queries per request; others are not written
     num_splits: int = 1  # from `tiles.num_splits`; more than 1 needs the workspace
     workspace: SplitWorkspace | None = None
-    rows_before: int = 0  # own rows of each request without a query, first of all
+    rows_before: int = 0  # leading own rows of each request without queries
 
     def __post_init__(self) -> None:
         batch, nodes, words = self.ancestor_bits.shape
@@ -93,7 +93,7 @@ class PagedBatch:
 class PagedBranches:
     """Persistent buffers of the scratch nodes of all requests.
 
-    The nodes are their requests' own rows; the levels above the newest one are `rows_before`.
+    The nodes are their requests' own rows; the levels before the newest are `rows_before`.
     """
 
     ancestor_bits: Tensor  # int64 [most requests, S, W]
@@ -103,7 +103,7 @@ class PagedBranches:
     @classmethod
     def allocate(cls, requests: int, size: int, device: torch.device | str) -> PagedBranches:
         """For at most ``requests`` requests of ``size`` nodes."""
-        with torch.inference_mode(False):  # else only inference mode could write to it
+        with torch.inference_mode(False):  # otherwise writable only in inference mode
             return cls(
                 torch.zeros(requests, size, num_words(size), dtype=torch.int64, device=device),
                 torch.zeros(requests, size, dtype=torch.int64, device=device),
@@ -112,11 +112,11 @@ class PagedBranches:
 
     def batch(
         self,
-        seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query sees
+        seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query attends to
         cu_query_lens: Tensor,  # int32 [B + 1]
         seq_lens: Tensor,  # int32 [B], context and scratch
         block_table: Tensor,  # int32 [B, max_blocks]
-        most_queries: int,  # of a request, in any level
+        most_queries: int,  # max per request, in any level
         num_splits: int = 1,
         workspace: SplitWorkspace | None = None,
     ) -> PagedBatch:

@@ -1,4 +1,4 @@
-"""`dispatch.paged_tree_attention` in torch, one request at a time: where there is no Triton."""
+"""`dispatch.paged_tree_attention` in torch, one request at a time, for devices without Triton."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def paged_tree_attention_torch(
 
 
 def _own_rows(batch: PagedBatch, b: int, n: int) -> tuple[Tensor, Tensor]:
-    """Each row's position behind the context, int64 [n], and the rows that it sees, bool [n, n]."""
+    """Each row's position after the context, int64 [n], and the rows that it sees, bool [n, n]."""
     causal = torch.ones(n, n, dtype=torch.bool, device=batch.seq_lens.device).tril()
     if not bool(batch.is_tree[b]):
         return torch.arange(n, device=causal.device), causal
@@ -69,7 +69,7 @@ def _own_rows(batch: PagedBatch, b: int, n: int) -> tuple[Tensor, Tensor]:
 
 def _tokens(cache: Tensor, blocks: Tensor, offsets: Tensor, factor: Tensor | None) -> Tensor:
     """fp64 [L, Hkv, D], dequantised."""
-    if cache.dtype in FP8_DTYPES:  # which can't be indexed everywhere
+    if cache.dtype in FP8_DTYPES:  # indexing is not supported everywhere
         tokens = cache.view(torch.uint8)[blocks, offsets].view(cache.dtype).double()
     else:
         tokens = cache[blocks, offsets].double()

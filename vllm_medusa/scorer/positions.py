@@ -1,6 +1,6 @@
 """RoPE positions of tree nodes: context length plus depth, never context length plus index.
 
-All functions are pure tensor arithmetic on any device and never wait for it.
+All functions are pure tensor arithmetic on any device, without host sync.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ def ragged_rows(
 ) -> tuple[Tensor, Tensor]:  # int64 [num_rows], int64 [num_rows]
     """Request and node of each row of the flattened batch.
 
-    ``num_rows`` is ``cu_num_nodes[-1]``, known to the caller without asking the device. For
-    ``cu_num_nodes`` = [0, 3, 4] the answer is ([0, 0, 0, 1], [0, 1, 2, 0]).
+    ``num_rows`` is ``cu_num_nodes[-1]``, known to the caller without a sync. For
+    ``cu_num_nodes`` = [0, 3, 4] the result is ([0, 0, 0, 1], [0, 1, 2, 0]).
     """
     rows = torch.arange(num_rows, device=cu_num_nodes.device)
     starts = cu_num_nodes.to(torch.int64)
@@ -34,8 +34,8 @@ def write_node_positions(
 ) -> None:
     """Write each node's position into its row of a preallocated buffer.
 
-    ``row_starts`` serves batches in which other rows (a prefill chunk) stand between the trees:
-    node i of request b goes to row ``row_starts[b] + i``. Every other row keeps its value.
+    ``row_starts`` is for batches with other rows (a prefill chunk) between the trees:
+    node i of request b goes to row ``row_starts[b] + i``. Other rows are unchanged.
     """
     request, node = ragged_rows(cu_num_nodes, num_rows)
     values = base[request] + depths[request, node].to(base.dtype)

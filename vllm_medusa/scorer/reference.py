@@ -1,7 +1,7 @@
-"""Tree attention written to be read, in fp64: from queries, keys, values and parents.
+"""Readable tree attention in fp64, from queries, keys, values and parents.
 
-It shares no metadata with the fast paths: what a node sees is found by following its parents, so
-that an error in packed bits, depths, tables or plans shows as a difference.
+It shares no metadata with the fast paths: a node's visible keys are found by following its parents,
+so errors in packed bits, depths, tables or plans show up as differences.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def visible_keys(context: int, parents: Sequence[int], window: int | None = None) -> Tensor:
-    """Which keys each row of one request sees: bool [n, context + n].
+    """The keys visible to each row of one request: bool [n, context + n].
 
     Args:
         context: tokens before the rows; their keys come first.
-        parents: of each row, -1 for the root; ``range(-1, n - 1)`` for rows that are no tree.
-        window: keys at positions > p - window are seen from position p; None for all.
+        parents: of each row, -1 for the root; ``range(-1, n - 1)`` for rows that are not a tree.
+        window: position p attends to positions > p - window; None for all.
 
     """
     seen = torch.zeros(len(parents), context + len(parents), dtype=torch.bool)
@@ -45,7 +45,7 @@ def attention_reference(
     softcap: float = 0.0,
     sinks: Tensor | None = None,  # [Hq]
 ) -> tuple[Tensor, Tensor]:
-    """Attend the rows of one request to the keys that they see; others may be NaN.
+    """Attend the rows of one request to their visible keys; others may be NaN.
 
     Returns:
         fp64 [n, Hq, D], 0 for a row that sees nothing, and log(sum(exp(logits))) fp64 [n, Hq],

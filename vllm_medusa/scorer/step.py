@@ -1,8 +1,8 @@
 """Layout of one scheduled step: the rows of each request's nodes.
 
-The runner lays the tokens of all requests out in one row of length T. A request that verifies a
-tree occupies ``1 + drafts`` neighbouring rows, its root first; any other request counts as a tree
-of one node, its last row. *Logits rows* are these rows only, request by request:
+The runner flattens the tokens of all requests to T rows. A request that verifies a
+tree occupies ``1 + drafts`` contiguous rows, its root first; any other request counts as a tree
+of one node, its last row. *Logits rows* are only these rows, request by request:
 
     request          a (prefill of 4)   b (3 drafts)   c (plain decode)
     rows             0 1 2 3            4 5 6 7        8
@@ -30,7 +30,7 @@ class TreeStep:
     """The trees of one step; built once, before the forward pass."""
 
     tree: TreeBatch
-    num_nodes: np.ndarray  # int64 [B], root included; 1 = nothing drafted
+    num_nodes: np.ndarray  # int64 [B], root included; 1: no drafts
     cu_nodes: Tensor  # int64 [B + 1] first logits row of each request
     rows: Tensor  # int64 [sum of num_nodes] token row of every logits row
     row_of_node: Tensor  # int64 [B, N] logits row of each node; padding repeats the last node
@@ -41,12 +41,12 @@ class TreeStep:
     def build(
         cls,
         trees: Trees,
-        num_nodes: np.ndarray,  # int64 [B], how many nodes of its tree each request verifies
+        num_nodes: np.ndarray,  # int64 [B], number of nodes each request verifies
         cu_nodes: Tensor,  # integer [B + 1], first logits row of each request
         rows: Tensor,  # integer [sum of num_nodes], the runner's logits indices
         input_ids: Tensor,  # integer [T], the scheduled tokens, placeholders not yet replaced
     ) -> TreeStep:
-        """Lay out a step; nothing is copied from the host, and nothing waits for the device."""
+        """Lay out a step, without host copies or syncs."""
         cu_nodes, rows = cu_nodes.to(torch.int64), rows.to(torch.int64)
         counts = cu_nodes[1:] - cu_nodes[:-1]
         width = int(num_nodes.max())

@@ -1,1 +1,1 @@
-"""Training of heads and EAGLE-3 drafters: the target's own texts, losses, a module a method."""
+"""Training of heads and EAGLE-3 drafters on the target's own texts; one module per method."""

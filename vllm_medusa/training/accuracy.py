@@ -1,4 +1,4 @@
-"""How often a label is among a head's best guesses, as serving would draw them."""
+"""Fraction of labels among a head's top choices, ranked as in serving."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TOP = 10
 
 
 def token_ranks(logits: Tensor, ids: Tensor) -> Tensor:
-    """Rank of token ``ids`` [...] among ``logits`` [..., V], best is 0: int64 [...].
+    """Rank of token ``ids`` [...] among ``logits`` [..., V], the best is 0: int64 [...].
 
-    Equal logits rank by id, lower first, as the proposer takes them.
+    Equal logits rank by id, lower first, as in the proposer.
     """
     own = logits.gather(-1, ids[..., None])
     ranks = (logits > own).sum(-1)
@@ -28,10 +28,10 @@ def token_ranks(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 class Measurement:
-    """Sums over labels, which add up over batches and processes.
+    """Sums over labels, which are additive over batches and processes.
 
     Attributes:
-        sums: fp64 [K, 3 + TOP]: loss in nats, labels that have one, all labels, and those of each
+        sums: fp64 [K, 3 + TOP]: loss in nats, labels with a loss, all labels, and labels at each
             rank.
 
     """
@@ -44,12 +44,12 @@ class Measurement:
         self,
         heads: AnyHeads,
         x: Tensor,  # [N, K, H], the heads' states
-        labels: Tensor,  # int64 [N, K] target ids, IGNORED where none
+        labels: Tensor,  # int64 [N, K] target ids, IGNORED if none
         lm_head: LMHead | None = None,  # over the draft vocabulary, for heads that store none
     ) -> None:
-        """Add a batch; no guess hits a label outside the draft vocabulary, which has no loss."""
+        """Add a batch; labels outside the draft vocabulary have no loss and count as misses."""
         drafts = draft_labels(labels, heads, IGNORED)
-        size = max(1, CHUNK // labels.shape[1])  # positions whose logits exist at a time
+        size = max(1, CHUNK // labels.shape[1])  # positions per chunk of logits
         for states, own, wanted in zip(*(t.split(size) for t in (x, drafts, labels)), strict=True):
             shared = heads.lm_head_weight is None
             logits = lm_head(states) if lm_head and shared else heads.compute_logits(states)
@@ -62,9 +62,9 @@ class Measurement:
             self.sums += found.sum(0, dtype=torch.float64).cpu()
 
     def summary(self) -> dict[str, Any]:
-        """Plain JSON: ``loss`` [K], ``labels`` of head 0, ``top`` [K][TOP]: share within i + 1.
+        """Plain JSON: ``loss`` [K], ``labels`` of head 0, ``top`` [K][TOP]: fraction within i + 1.
 
-        A label outside the draft vocabulary is missed by every guess, and has no loss.
+        Labels outside the draft vocabulary count as misses, and have no loss.
         """
         loss, counts, labels, *hits = self.sums.T
         top = torch.stack(hits, 1).cumsum(1) / labels.clamp(min=1)[:, None]

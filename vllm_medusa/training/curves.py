@@ -1,4 +1,4 @@
-"""A run's log as a picture: losses and accuracies over the steps."""
+"""A plot of a run's log: losses and accuracies over the steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from vllm_medusa.files import new_path
 
-_POINTS = 50  # of a curve
+_POINTS = 50  # points per curve
 
 
 def draw_curves(entries: Iterable[dict[str, Any]], path: Path, title: str = "") -> None:
-    """Draw ``log.jsonl``'s entries to a PNG file (matplotlib); of Medusa-2 what was lost, too."""
+    """Plot ``log.jsonl``'s entries as PNG (matplotlib); for Medusa-2 also the degradation."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -43,12 +43,12 @@ def draw_curves(entries: Iterable[dict[str, Any]], path: Path, title: str = "") 
         right.legend(fontsize=8)
     left.set(xlabel="step", ylabel="loss, nats (dots: held out)", title="loss")
     left.legend(fontsize=8)
-    right.set(xlabel="step", ylabel="share of labels", title="held-out accuracy", ylim=(0, 1))
+    right.set(xlabel="step", ylabel="fraction of labels", title="held-out accuracy", ylim=(0, 1))
     for axes in more:
         lost = [(q["kl"], q["perplexity_ratio"] - 1) for q in (line["quality"] for line in kept)]
         names = ["KL(original || new), nats per token", "perplexity after / before - 1"]
         axes.plot([line["step"] for line in kept], lost, "o-", markersize=3, label=names)
-        axes.set(xlabel="step", title="what the target lost, held out")
+        axes.set(xlabel="step", title="degradation of the target, held out")
         axes.legend(fontsize=8)
     figure.suptitle(title)
     figure.tight_layout()

@@ -1,15 +1,15 @@
-"""The distill job: the target writes the texts that its heads are trained on (section 2.3.2).
+"""The distill job: the target generates the texts that its heads are trained on (section 2.3.2).
 
 Every prompt is continued ``samples`` times; sample s of prompt p has the slot p * samples + s and
-the seed ``seed + slot``, so a text depends neither on the others nor on where a job was resumed.
+the seed ``seed + slot``, so a text depends neither on other texts nor on where a job was resumed.
 
-A conversation becomes one record with a span for each answer, as long as the tokens written for a
-turn are those in the prompt of the next one. Where they aren't (the target chose other tokens for
-the same text, or the chat template drops reasoning), what was written so far is a record of its
-own, so no token is trained in a context it was not written in.
+A conversation becomes one record with a span per answer, as long as the tokens generated in a
+turn equal those in the next turn's prompt. Where they differ (the target chose other tokens for
+the same text, or the chat template drops reasoning), a new record starts, so that no token
+is trained in a context in which it was not generated.
 
 A slot owns ``turns`` indices. Its last record has the first of them, ``slot * turns``, and is
-written after the others: where it is in a file, the slot is finished.
+written after the others: if it is in a file, the slot is finished.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Distilled:
     """A file of records."""
 
     output: Path
-    failed: int  # texts whose line is an error
-    speed: Speed | None  # of what was left to do; None: nothing was
+    failed: int  # texts with an error
+    speed: Speed | None  # of the remaining work; None if there was none
     summary: str  # of the whole file
 
 
 def distill(
     options: DistillOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> Distilled:
-    """Let the target write each text that is not written yet.
+    """Generate each text that is not in the output yet.
 
     Raises:
-        PromptError: the prompts can't be used; texts that were finished are kept.
-        FileRefused: the output holds something else, or records of other settings.
+        PromptError: invalid prompts; finished texts are kept.
+        FileRefused: the output has other contents, or records of other settings.
         EngineRefused: vLLM or the plugin refuses the settings.
 
     """
@@ -98,8 +98,8 @@ def distill(
         )
         if early:
             progress.warn(
-                f"{early} of {ended} conversations ended before their {plan.turns} answers: a text "
-                "was cut at --max-tokens, or a user's turn was empty"
+                f"{early} of {ended} conversations ended before {plan.turns} answers: a text "
+                "was truncated at --max-tokens, or a user's turn was empty"
             )
         with options.output.open("rb") as file:
             summary = summarize(map(json.loads, file))
@@ -107,15 +107,14 @@ def distill(
 
 
 def _talker(model: str) -> Any:
-    """The target's tokenizer, whose chat template shows where turns begin and end."""
+    """The target's tokenizer, whose chat template must show where turns start and end."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise PromptError(
-            f"--self-talk needs the target's tokenizer, and {model} has none that can be read: "
-            f"{error}"
+            f"--self-talk needs the target's tokenizer, but {model} has no readable one: {error}"
         ) from None
     require_self_talk(tokenizer)
     return tokenizer
@@ -123,22 +122,22 @@ def _talker(model: str) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is written for each prompt."""
+    """The texts to generate for each prompt."""
 
-    samples: int = 1  # texts of each prompt
-    temperatures: tuple[float, ...] = (0.0,)  # sample s takes number s, modulo their count
+    samples: int = 1  # texts per prompt
+    temperatures: tuple[float, ...] = (0.0,)  # sample s uses number s, modulo their count
     seed: int = 0  # of slot 0
-    turns: int = 1  # the most answers, so the most records, that a text may have
-    talker: Any = None  # the tokenizer, if the target is to write the user's later turns too
+    turns: int = 1  # max answers, and so records, of a text
+    talker: Any = None  # the tokenizer, if the target also generates the user's later turns
 
     def temperature(self, slot: int) -> float:
         """The temperature of a slot."""
         return self.temperatures[slot % self.samples % len(self.temperatures)]
 
     def slots(self, prompts: Iterable[Prompt], done: AbstractSet[int]) -> Iterator[Prompt]:
-        """Yield each prompt once for each sample; ``index`` becomes the slot.
+        """Yield each prompt once per sample; ``index`` becomes the slot.
 
-        Slots whose last record's index is in ``done`` are left out.
+        Slots whose last record's index is in ``done`` are skipped.
         """
         for prompt in prompts:
             for sample in range(self.samples):
@@ -148,23 +147,23 @@ class Plan:
                     yield replace(prompt, index=slot, request_id=prompt.request_id + name)
 
     def session(self, prompt: Prompt) -> Session:
-        """Begin a slot; to be given to `vllm_medusa.offline.batch.run_batch`."""
+        """Create the session of a slot, for `vllm_medusa.offline.batch.run_batch`."""
         temperature = self.temperature(prompt.index)
         if self.talker is not None:
             return SelfTalk(prompt, temperature, self.turns, self.talker)
         return Sampled(prompt, temperature=temperature)
 
     def records(self, result: Result) -> list[dict[str, Any]]:
-        """Return the lines of a finished slot in the order in which they are to be written.
+        """Return the lines of a finished slot in the order of writing.
 
-        The slot's last line has the slot's first index. A slot for which nothing was written has a
+        The slot's last line has the slot's first index. A slot without generated text yields a
         line with an "error".
         """
         slot = result.prompt.index
         pieces = _pieces(result.answers)
         if not pieces:
             name = {"index": slot * self.turns, "request_id": result.prompt.request_id}
-            return [name | {"error": result.error or "the target wrote nothing"}]
+            return [name | {"error": result.error or "the target generated nothing"}]
         first = next(a for a in result.answers if a.role == "assistant")  # not the user's opening
         prompt = list(first.prompt_token_ids)
         whole = prompt if len(prompt) > 1 else pieces[0].token_ids
@@ -187,7 +186,7 @@ class Plan:
 
 @dataclass
 class Sampled(Conversation):
-    """A conversation at a temperature of its own, which ends with the first truncated answer."""
+    """A conversation with its own temperature, which ends at the first truncated answer."""
 
     temperature: float = 0.0
 
@@ -203,7 +202,7 @@ class Sampled(Conversation):
 
 @dataclass
 class _Piece:
-    """Tokens in the context they were written in, and which of them the target wrote as itself."""
+    """Tokens in the context in which they were generated, and the target's own spans in it."""
 
     token_ids: list[int]
     spans: list[list[int]] = field(default_factory=list)
@@ -222,14 +221,14 @@ def _pieces(answers: Iterable[Answer]) -> list[_Piece]:
         if answer.role == "assistant" and answer.token_ids:
             piece.spans.append([len(prompt), len(piece.token_ids)])
             piece.finish_reason, piece.text = answer.finish_reason, answer.text
-    for piece in pieces:  # a user's turn that nothing answers is no use
+    for piece in pieces:  # drop user turns without an answer
         if piece.spans:
             del piece.token_ids[piece.spans[-1][1] :]
     return [piece for piece in pieces if piece.spans]
 
 
 def summarize(lines: Iterable[Mapping[str, Any]]) -> str:
-    """Counts and lengths of lines that `Plan.records` made; "" if all of them are errors."""
+    """Counts and lengths of lines from `Plan.records`; "" if all of them are errors."""
     lengths, texts = [], set()
     prompts = truncated = empty = 0
     for line in lines:  # one at a time: files may be larger than memory

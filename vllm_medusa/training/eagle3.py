@@ -2,9 +2,9 @@
 
     loss = sum over s = 1 ... K of decay^s * mean cross-entropy of step s at t + s + 1
 
-The steps of the chain below a row are as heads at that row (see `EagleDrafter`), with the same
-labels and weights; but entries attend to those before them, prompts' too, so a step takes whole
-texts. They are cut at `PIECE_ROWS`; what follows a cut sees nothing before it.
+The steps of the chain below a row are like heads at that row (see `EagleDrafter`), with the same
+labels and weights; but entries attend to earlier ones, prompts included, so a step takes whole
+texts. They are split at `PIECE_ROWS`; tokens after a split don't attend to those before it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from vllm_medusa.training.method import Batch, Method, Setup
 from vllm_medusa.training.target import Target, TargetError
 
 PIECE_ROWS = 2048
-EMBEDDING_SHARE = 0.3  # of their usual size, weights on embeddings at the start
+EMBEDDING_SHARE = 0.3  # initial scale of the weights on embeddings
 
 
 class Eagle3(Method):
-    """Trains a drafter on whole texts; nothing of the target is changed.
+    """Trains a drafter on whole texts; the target is unchanged.
 
     The drafter has the target's embedding, and the texts `AuxiliaryStates`.
     """
@@ -55,18 +55,18 @@ class Eagle3(Method):
 
 def new_drafter(
     target: Target,
-    layers: Sequence[int],  # whose inputs it reads
+    layers: Sequence[int],  # target layers whose inputs it reads
     num_steps: int,
-    states: Tensor,  # [n, H], some of what the target's LM head sees
+    states: Tensor,  # [n, H], sample inputs of the target's LM head
     token_map: Tensor | None,
     *,
     frozen_lm_head: bool,
     seed: int,
 ) -> EagleDrafter:
-    """An untrained drafter that starts from the target's last decoder layer and LM head.
+    """An untrained drafter initialized from the target's last decoder layer and LM head.
 
-    It reads the deepest of its features through that layer; of the token's embedding, which the
-    target's layer does not see, a little. What differs in shape or name is random.
+    It reads the deepest of its features through that layer, and, with small weights, the token's
+    embedding, which is not an input of the target's layer. Other shapes or names stay random.
     """
     config = target.model.config.get_text_config()
     shape = EagleShape.of(config, layers, target.hidden_size, target.vocab_size)
@@ -76,7 +76,7 @@ def new_drafter(
     rows = slice(None) if token_map is None else token_map
     with torch.no_grad():
         drafter.lm_head.weight.copy_(target.lm_head_weight[rows].float() * target.logit_scale)
-        drafter.norm.weight.copy_(states.square().mean(0).sqrt())  # as large as the states
+        drafter.norm.weight.copy_(states.square().mean(0).sqrt())  # scale of the states
         _start_from(dict(decoder_layers(target)[-1].named_parameters()), drafter)
     drafter.frozen_lm_head = frozen_lm_head
     drafter = drafter.to(target.device)
@@ -92,7 +92,7 @@ def _start_from(layer: dict[str, Tensor], drafter: EagleDrafter) -> None:
         layer["hidden_norm.weight"] = layer.pop("input_layernorm.weight")
     for name, weight in own.named_parameters():
         given, state = layer.get(name), weight
-        if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):  # of an embedding and a state
+        if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):  # input: an embedding and a state
             embedding, state = weight.split(hidden, -1)
             embedding.mul_(EMBEDDING_SHARE)
         if given is not None and given.shape == state.shape and given.is_floating_point():
@@ -103,7 +103,7 @@ def decoder_layers(target: Target) -> Sequence[nn.Module]:
     """The target's decoder layers.
 
     Raises:
-        TargetError: it has no list of as many as its config says.
+        TargetError: it has no list with the config's number of layers.
 
     """
     found = getattr(target.backbone, "layers", None)
@@ -119,10 +119,10 @@ def decoder_layers(target: Target) -> Sequence[nn.Module]:
 
 
 class AuxiliaryStates:
-    """A target whose states are (A + 1) H wide: of A layers their inputs, and what its head sees.
+    """A target whose states are (A + 1) H wide: the inputs of A layers and of its LM head.
 
-    Layers are counted as vLLM does: 0's input are the embeddings, the number of layers names the
-    last one's output, before the final norm. Stands where a `Target` does for `HiddenStates`.
+    Layers are counted as in vLLM: layer 0's inputs are the embeddings; the number of layers is the
+    last layer's output, before the final norm. Replaces a `Target` for `HiddenStates`.
     """
 
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
@@ -133,7 +133,7 @@ class AuxiliaryStates:
         self._last_layer = decoder_layers(target)[-1]
 
     def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Of ids int64 [B, L], padded on the right: [B, L, (A + 1) H], see `Target`."""
+        """For ids int64 [B, L], padded on the right: [B, L, (A + 1) H], see `Target`."""
         last: list[Any] = []  # transformers returns it after the norm
         hook = self._last_layer.register_forward_hook(lambda _, __, output: last.append(output))
         try:

@@ -1,7 +1,7 @@
-"""Records in three files: to train on, to calibrate on, to measure on at last.
+"""Records in three files: to train on, to calibrate on, and to measure on.
 
-The split goes by prompts, as `records.split_heldout` makes it, so no prompt is on two sides; and by
-their contents alone, so it doesn't depend on the order of the file's lines.
+The split is by prompts, as in `records.split_heldout`, so no prompt is in two files; and by
+their contents only, so it doesn't depend on the order of the file's lines.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import NamedTuple
 from vllm_medusa.offline.prompts import BadLine
 from vllm_medusa.offline.records import Record, load_records, split_heldout, write_records
 
-LEAST = 8  # prompts held out, unless that is more than half of them
+LEAST = 8  # min prompts held out, but at most half of them
 FILES = ("train.jsonl", "calibration.jsonl", "measurement.jsonl")
 
 
 class Split(NamedTuple):
-    """What `split_records` wrote, file by file."""
+    """Result of `split_records`, per file."""
 
     prompts: list[int]
     tokens: list[int]  # generated
     bad: list[BadLine]
-    disjoint: bool  # whether no prompt is both to calibrate and to measure on
+    disjoint: bool  # whether no prompt is in both the last two files
 
 
 def split_records(source: Path, folder: Path, share: float) -> Split:
-    """Write `FILES` into ``folder``, which exists, records in an order of their own.
+    """Write `FILES` into ``folder``, which must exist, in an order independent of the source's.
 
-    ``share`` of the prompts is held out; at least `LEAST` prompts are, if that leaves half. Half of
-    them are to calibrate, half to measure on; a single one is for both. Bad lines are left out.
+    ``share`` of the prompts is held out, at least `LEAST` prompts if that leaves half. Half of
+    them are to calibrate on, half to measure on; a single one is for both. Bad lines are skipped.
 
     Raises:
         ValueError: fewer than two distinct prompts.

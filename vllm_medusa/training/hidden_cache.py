@@ -1,10 +1,10 @@
 """The frozen target's hidden states, computed once.
 
-A folder of shards, each the rows of some whole records, [n, H] in one dtype and nothing else,
-mapped into memory when read. The folder's name and its ``key.json`` identify the target and the
-texts, so no other run reads it. A shard is written aside and renamed, so one with its name is
-whole, and building resumes with the missing ones. Two runs that build the same folder at the same
-time write the same bytes. Without a folder the states are kept in memory.
+A folder of shards, each with the rows of complete records, [n, H] in one dtype and nothing else,
+memory-mapped when read. The folder's name and its ``key.json`` identify the target and the
+texts, so no other run reads it. A shard is written to a temporary file and renamed, so it is always
+complete, and building resumes with the missing ones. Two runs that build the same folder
+concurrently write the same bytes. Without a folder the states are kept in memory.
 
 Records are kept in order as long as they fit ``max_bytes``; the others are computed when they are
 read, one pass per record for all its pieces, which `groups` keeps together.
@@ -31,7 +31,7 @@ _REMEDY = "Try another --dtype, or drop the line."
 
 
 class CacheError(ValueError):
-    """Hidden states that can't be kept or computed."""
+    """Hidden states that can't be stored or computed."""
 
 
 class HiddenStates:
@@ -39,18 +39,18 @@ class HiddenStates:
 
     def __init__(
         self,
-        target: Any,  # computes states: a `Target`, or `eagle3.AuxiliaryStates`
+        target: Any,  # a `Target`, or `eagle3.AuxiliaryStates`
         records: Sequence[Record],
         ranges: Sequence[Sequence[int]],  # rows [start, end) of each record; empty: none
-        folder: Path | None = None,  # the cache's own folder is made in it; None: in memory
-        key: Mapping[str, Any] | None = None,  # plain JSON: the target and how it computes
+        folder: Path | None = None,  # parent of the cache's folder; None: in memory
+        key: Mapping[str, Any] | None = None,  # plain JSON: the target and its settings
         *,
-        dtype: torch.dtype,  # of the kept states, one of `target.DTYPES`
+        dtype: torch.dtype,  # of the stored states, one of `target.DTYPES`
         max_bytes: int = 1 << 62,
-        shard_bytes: int = 256 << 20,  # about
+        shard_bytes: int = 256 << 20,  # approximate
         forward_tokens: int = 4096,  # per pass of the target, padding included
-        file: str | Path = "",  # the records' file, for messages
-        remedy: str = _REMEDY,  # for states that aren't finite
+        file: str | Path = "",  # records file, for messages
+        remedy: str = _REMEDY,  # for non-finite states
     ) -> None:
         """Plan the shards; nothing is written yet."""
         self.target, self.records, self.dtype = target, records, dtype
@@ -84,25 +84,25 @@ class HiddenStates:
         free = free_bytes(folder)
         if wanted > free:
             raise CacheError(
-                f"the hidden states take {wanted / 1e9:.1f} GB, and the disk of {folder} "
-                f"has {free / 1e9:.1f} GB free. Bound them with --cache-gb (the rest is computed "
-                "whenever it is needed), or name another disk with --cache."
+                f"the hidden states take {wanted / 1e9:.1f} GB, but the disk of {folder} "
+                f"has {free / 1e9:.1f} GB free. Limit them with --cache-gb (the rest is computed "
+                "when needed), or set --cache to another disk."
             )
 
     def build(
         self, done: Callable[[int, int], None] | None = None, *, rank: int = 0, world: int = 1
     ) -> None:
-        """Compute the missing shards; several processes that see the folder share them.
+        """Compute the missing shards; processes that share the folder share the work.
 
-        ``done`` is called with the rows that are done and the total.
+        ``done`` is called with the number of finished rows and the total.
 
         Raises:
-            CacheError: states that aren't finite in this dtype; names the record's line. Or the
-                disk has less free space than the missing shards take.
+            CacheError: states that are not finite in this dtype, with the record's line; or the
+                disk has not enough free space for the missing shards.
 
         """
         todo = [shard for shard in self.missing() if shard % world == rank]
-        tag = f"part-{os.getpid()}"  # of files aside
+        tag = f"part-{os.getpid()}"  # of temporary files
         if todo and self.folder is not None:
             self._check_space(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ class HiddenStates:
         return torch.cat(parts).float()
 
     def groups(self, pieces: Sequence[Piece]) -> list[int]:
-        """A number for each piece: its own if it is kept, else one per record."""
+        """A number for each piece: its own if its states are stored, else one per record."""
         numbers: dict[tuple[int, int], int] = {}
         keys = ((p.record, p.start if p.record < self.num_kept else -1) for p in pieces)
         return [numbers.setdefault(key, len(numbers)) for key in keys]

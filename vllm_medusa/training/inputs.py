@@ -1,4 +1,4 @@
-"""What every recipe trains from: a target, known by its weights, and records checked against it."""
+"""Common inputs of all methods: a target, identified by its weights, and records that fit it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_medusa.training.options import TextFiles, TrainOptions
 from vllm_medusa.training.rows import row_ranges
 from vllm_medusa.training.target import TargetError, stored_dtype
 
-# of a target's config.json: nothing that its hidden states depend on, besides what is known of it
+# keys of a target's config.json that its hidden states don't depend on, or that are known otherwise
 _NOT_COMPUTED = (
     *("_name_or_path", "architectures", "transformers_version"),
     *("dtype", "torch_dtype", "use_cache"),
@@ -32,20 +32,20 @@ class Inputs:
     Attributes:
         source: the target's folder or hub name.
         fingerprint: of its weights, `heads.fingerprint.target_fingerprint`'s.
-        dtype: of its weights, if its config says it.
-        config: what of its config.json acts on the same weights, like RoPE scaling.
+        dtype: its weights' dtype, if it is in its config.
+        config: config.json keys that affect the same weights, such as RoPE scaling.
         train: records to train on.
-        heldout: records to measure on, whose prompts nothing is trained on; maybe none.
+        heldout: records to measure on, with prompts not trained on; may be empty.
 
     """
 
     def __init__(self, options: TrainOptions, progress: Progress = SILENT) -> None:
-        """Read everything but the target's weights.
+        """Read everything except the target's weights.
 
         Raises:
-            TargetError: no target there.
-            PromptError: no such file, or bad lines that are not to be skipped.
-            ValueError: records that can't be trained on, or none.
+            TargetError: no such target.
+            PromptError: no such file, or bad lines without ``skip``.
+            ValueError: no records, or unusable ones.
 
         """
         files, self.source = options.files, options.model
@@ -73,8 +73,8 @@ class Inputs:
         cut = sum(record.truncated for record in self.train)
         if options.training.labels == "soft" and cut:
             raise ValueError(
-                f"{cut} of {len(self.train)} records were sampled with top_p or top_k, and soft "
-                "labels are whole distributions. Train with --labels tokens, or distill without "
+                f"{cut} of {len(self.train)} records were sampled with top_p or top_k, but soft "
+                "labels need whole distributions. Train with --labels tokens, or distill without "
                 "these options."
             )
         progress.note(f"training on {_count(self.train)}; held out: {_count(self.heldout)}")
@@ -101,36 +101,36 @@ def read_usable(
 def _untrained(
     files: TextFiles, train: list[Record], heldout: list[Record], progress: Progress
 ) -> list[Record]:
-    """Held-out records whose prompts nothing is trained on."""
+    """Held-out records whose prompts are not trained on."""
     prompts = {record.prompt_key for record in train}
     kept = [record for record in heldout if record.prompt_key not in prompts]
     if not kept:
         raise ValueError(
-            f"{files.heldout}: of its {len(heldout)} usable records none has a prompt that "
-            f"{files.data} doesn't train on. Hold others out, or leave --heldout away: then "
-            "--heldout-share of the prompts is."
+            f"{files.heldout}: none of its {len(heldout)} usable records has a prompt that "
+            f"{files.data} doesn't train on. Use other records, or omit --heldout, so that "
+            "--heldout-share of the prompts is held out."
         )
     if left_out := len(heldout) - len(kept):
         progress.warn(
-            f"{files.heldout}: {left_out} records are left out, since their prompts are trained on"
+            f"{files.heldout}: {left_out} records are skipped, because their prompts are trained on"
         )
     return kept
 
 
 def require_labels(records: Sequence[Record], num_heads: int, name: str) -> None:
-    """Refuse records in which some head has nothing to learn.
+    """Refuse records in which some head has no labels.
 
     Raises:
         ValueError: no span is long enough for the last head.
 
     """
     rows = [end - start for record in records for start, end in row_ranges(record)]
-    usable = max(rows, default=1) - 1  # heads that have a label in the longest span
+    usable = max(rows, default=1) - 1  # heads with a label in the longest span
     if usable < num_heads:
-        fewer = f"Train --num-heads {usable}, or bring" if usable else "Bring"
+        fewer = f"Train --num-heads {usable}, or use" if usable else "Use"
         raise ValueError(
             f"{name}: the longest generated span of {len(records)} records has labels for {usable} "
-            f"heads, and {num_heads} are wanted. {fewer} longer texts (distill --max-tokens)."
+            f"heads, but {num_heads} are requested. {fewer} longer texts (distill --max-tokens)."
         )
 
 
@@ -140,8 +140,8 @@ def identify(source: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
     if Path(source).is_file():
         raise TargetError(
-            f"{source} is a file; a target is a folder as transformers saves a model, with "
-            "config.json and safetensors. Give the model that a GGUF file was made from."
+            f"{source} is a file; a target is a folder in transformers' format, with "
+            "config.json and safetensors. For a GGUF file, pass the model that it was made from."
         )
     try:
         if not Path(source).exists():
@@ -154,11 +154,11 @@ def identify(source: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     except (OSError, ValueError) as error:
         if isinstance(error, HeadsError):
             raise TargetError(str(error)) from error
-        raise TargetError(f"{source} is not a target that can be read: {error}") from error
+        raise TargetError(f"{source} is not a readable target: {error}") from error
 
 
 def find_tokenizer(source: str) -> Any:
-    """The target's tokenizer, or None: records of token ids do without."""
+    """The target's tokenizer, or None: records of token ids don't need it."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,4 +1,4 @@
-"""What all methods of training share: settings, the target, texts with their states, the result."""
+"""Common parts of all training methods: settings, the target, texts with their states, results."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Job:
     """One training in one process.
 
     Attributes:
-        dtype: what the target computes in.
+        dtype: dtype in which the target computes.
         bf16: whether the heads compute in bfloat16.
-        layers: of the target, whose inputs an EAGLE-3 drafter reads; none for heads.
-        steps: how the heads are trained alone.
-        settings: everything that the heads depend on, plain JSON; then also the draft vocabulary.
+        layers: target layers whose inputs an EAGLE-3 drafter reads; empty for heads.
+        steps: options for training only the heads.
+        settings: everything that the heads depend on, plain JSON; later also the draft vocabulary.
 
     """
 
@@ -57,10 +57,10 @@ class Job:
         progress: Progress,  # silent in all but the main process
         command: Sequence[str],
     ) -> None:
-        """Check everything that can be refused before anything is made.
+        """Run all checks before anything is created.
 
         Raises:
-            ValueError: texts without a label for some head, or layers that the target doesn't have.
+            ValueError: some head has no labels, or layers that the target doesn't have.
 
         """
         self.options, self.inputs, self.workers = options, inputs, workers
@@ -73,7 +73,7 @@ class Job:
         if options.heads.kind == "eagle3":
             depth = inputs.fingerprint["num_layers"]
             if depth is None:
-                raise ValueError(f"{inputs.source} doesn't say how many layers it has.")
+                raise ValueError(f"{inputs.source} has no number of layers in its config.")
             self.layers = choose_layers(options.heads.aux_layers, depth)
         self.dtype = target_dtype(machine.dtype, inputs.dtype, workers.device)
         self.bf16 = _use_bf16(machine.precision, workers.device)
@@ -102,20 +102,20 @@ class Job:
         }
 
     def open(self) -> TrainingRun:
-        """Open the output's run; says so if it is complete."""
+        """Open the output's run; prints if it is complete."""
         files = self.options.files
         main = self.workers.main
         run = TrainingRun(files.output, self.settings, overwrite=files.overwrite, main=main)
-        self.workers.wait()  # until the main process has removed what --overwrite removes
+        self.workers.wait()  # until the main process has applied --overwrite
         if run.complete:
             self.progress.note(f"nothing to do; the heads are in {files.output}")
-        elif main:  # now, as files may be removed meanwhile
+        elif main:  # before training, because files may be removed later
             data = [path for path in (files.data, files.heldout) if path is not None]
             self._origin = provenance(self._command, data)
         return run
 
     def load_target(self, source: str | Path | None = None, *, quantized: bool = True) -> Target:
-        """The target as it was asked for, or a model like it."""
+        """The target with the requested settings, or a model like it."""
         return Target.load(
             source or self.inputs.source,
             dtype=self.dtype,
@@ -128,7 +128,7 @@ class Job:
         return medusa1.new_heads(target, self.options.heads, self.token_map(target))
 
     def heads_alone(self, target: Target, run: TrainingRun) -> Method:
-        """Medusa-1 or EAGLE-3 with new heads, on built states."""
+        """Medusa-1 or EAGLE-3 with new heads, on computed states."""
         options, workers, steps = self.options, self.workers, self.steps
         whole, size = bool(self.layers), medusa1.PIECE_ROWS
         source: Any = target
@@ -182,7 +182,7 @@ class Job:
         return eagle3.Eagle3(target, drafter, setup)
 
     def heldout_texts(self, source: Any, pieces: Sequence[Piece], *, share: bool = True) -> Texts:
-        """The held-out pieces that are measured (this process's share), states in memory."""
+        """The held-out pieces to measure on (this process's share), with states in memory."""
         stride = -(-sum(piece.num_rows for piece in pieces) // MEASURED_ROWS)
         chosen = pieces[::stride]
         if share:
@@ -196,13 +196,13 @@ class Job:
             file=self.options.files.name(heldout=True),
         )
         states.build()
-        del states.target  # all states are kept, and the model may be released
+        del states.target  # all states are stored, so the model may be released
         return Texts(records, chosen, states)
 
     def token_map(self, target: Target) -> torch.Tensor | None:
-        """The draft vocabulary that heads are to have, int64 [V_draft]; None: all of the target's.
+        """The heads' draft vocabulary, int64 [V_draft]; None: all of the target's.
 
-        Reported, and noted in `settings`.
+        It is printed, and recorded in `settings`.
         """
         size, known = self.options.heads.draft_vocab, target.vocab_size
         if size is None:
@@ -231,11 +231,11 @@ class Job:
             method.texts.states.remove()
 
     def report(self, stage: str) -> Report:
-        """Return what reports a stage's steps to `progress`."""
+        """Return a function that reports a stage's steps to `progress`."""
         return lambda step, steps, entry: self.progress.at(stage, step, steps, _line(entry))
 
     def round(self, heads: AnyHeads) -> None:
-        """Round every weight to the stored dtype: what is measured then is what is stored."""
+        """Round every weight to the stored dtype, so that the stored heads are measured."""
         dtype = DTYPES[self.options.heads.save_dtype]
         with torch.no_grad():
             for parameter in heads.parameters():
@@ -243,15 +243,15 @@ class Job:
 
     def save(
         self,
-        heads: AnyHeads,  # `round`ed; end on the CPU in the stored dtype
-        more: Mapping[str, Any],  # results, beside the settings
-        target: Mapping[str, Any] | None = None,  # fingerprint, of another than the inputs'
-        source: str | Path | None = None,  # likewise its place
+        heads: AnyHeads,  # `round`ed; moved to the CPU in the stored dtype
+        more: Mapping[str, Any],  # results, in addition to the settings
+        target: Mapping[str, Any] | None = None,  # fingerprint, if not the inputs' target
+        source: str | Path | None = None,  # its location, likewise
     ) -> None:
-        """Write the heads; ``config.json`` comes last and means that they are complete."""
+        """Write the heads; ``config.json`` is written last and marks them complete."""
         heads.to(device="cpu", dtype=DTYPES[self.options.heads.save_dtype])
         name = str(source or self.inputs.source)
-        if Path(name).is_absolute():  # a path of this machine says nothing elsewhere
+        if Path(name).is_absolute():  # a local path is meaningless on other machines
             name = Path(name).name
         config = {
             "base_model_name_or_path": name,
@@ -278,7 +278,7 @@ def _ranges(
 
 
 def _line(entry: dict[str, Any]) -> str:
-    """A line of the log in a few words."""
+    """Summarize a line of the log."""
     if "heldout" not in entry:
         own = f"; target's {entry['lm_loss']:.2g}" if "lm_loss" in entry else ""
         return "loss " + " ".join(f"{loss:.2f}" for loss in entry["losses"]) + own
@@ -288,7 +288,7 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def _use_bf16(choice: str, device: torch.device) -> bool:
-    """Whether the heads compute in bfloat16: ``auto`` where the hardware multiplies it natively."""
+    """Whether the heads compute in bfloat16; ``auto``: if the hardware supports it natively."""
     if choice != "auto":
         return choice == "bfloat16"
     if device.type == "cpu":

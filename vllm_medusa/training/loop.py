@@ -1,8 +1,8 @@
 """The training loop of every method: steps, log, measurements, checkpoints.
 
-A step takes `rows.plan_steps`' items, shares them among the processes (``accelerate launch``), cuts
-each share into passes, and divides every loss by its labels in the whole step. A checkpoint is
-written at every measurement, at the end, and when some time has passed; a killed run resumes from
+A step takes the items of `rows.plan_steps`, divides them among processes (``accelerate launch``),
+splits each share into passes, and divides every loss by its labels in the whole step. It saves
+checkpoints at every measurement, at the end, and at intervals; a killed run resumes from
 the last one and ends with the same bits.
 """
 
@@ -37,7 +37,7 @@ class Loop:
         method: Method,
         stage: Stage,
         *,
-        save_seconds: float = 60.0,  # between two checkpoints; the result doesn't depend on it
+        save_seconds: float = 60.0,  # between checkpoints; does not affect the result
     ) -> None:
         self.method, self.stage, self.workers = method, stage, method.workers
         self.settings, self.save_seconds = method.settings, save_seconds
@@ -58,7 +58,7 @@ class Loop:
         self.step, self.steps = 0, len(self.plan)
 
     def train(self, report: Report = lambda *_: None) -> None:
-        """Train; what is trained is changed in place.
+        """Train in place.
 
         Raises:
             NotFiniteError: the last good state is kept.
@@ -150,7 +150,7 @@ class Loop:
     def _stop(
         self, items: Sequence[int], sums: Tensor, norm: Tensor, trained: Sequence[Tensor]
     ) -> None:
-        """Keep everything as it was before this step, and raise."""
+        """Keep the state before this step, and raise."""
         method = self.method
         ones = torch.ones_like(sums)
         with torch.no_grad(), method.autocast():
@@ -163,10 +163,10 @@ class Loop:
         if all(bool(p.isfinite().all()) for p in trained):
             self._save()
         raise NotFiniteError(
-            f"step {self.step + 1} of {self.steps}: the losses are {sums.tolist()} and the "
+            f"step {self.step + 1} of {self.steps}: the losses are {sums.tolist()}, the "
             f"gradient's norm {float(norm):.3g}. Lines of this batch "
-            f"{'by themselves' if culprits else '(none of them by itself)'}: {shown}. "
-            "Try a lower --learning-rate, --precision float32, or drop the lines."
+            f"{'with this problem' if culprits else '(none has it alone)'}: {shown}. "
+            "Try a lower --learning-rate, --precision float32, or remove the lines."
         )
 
 

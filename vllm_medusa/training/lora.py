@@ -1,16 +1,16 @@
-"""LoRA on a target, by peft: the backbone's share of Medusa-2.
+"""LoRA on a target, with peft: the backbone's part of Medusa-2.
 
-The target's own weights never change. Switched off, the adapter gives the original model back,
-which is the teacher of the LM loss (Medusa, https://arxiv.org/abs/2401.10774, section 2.3.2), so
-that no second model is held.
+The target's own weights never change. With the adapter disabled, the model is the original one,
+the teacher of the LM loss (Medusa, https://arxiv.org/abs/2401.10774, section 2.3.2), so
+no second model is needed.
 
-The LM head is never adapted, unlike in the paper (appendix B.1): heads without an LM head of their
-own use the target's, where embeddings are tied an adapted one would have to be untied, and serving
+The LM head is never adapted, unlike in the paper (appendix B.1): heads without their own LM head
+use the target's, tied embeddings would have to be untied, and serving
 scores a tree with one LM head.
 
-Merging reads the target again from where it came, in the dtype of its files, so that a backbone
-that computed in another dtype or was quantized for training gives the same result, and so that the
-adapter's folder alone is enough.
+Merging reads the target again from its source, in the dtype of its files, so that a backbone
+that computed in another dtype or was quantized for training gives the same result, and the
+adapter's folder is sufficient.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
-_OWN = ("config.json", "README.md")  # written anew; about another model
+_OWN = ("config.json", "README.md")  # rewritten; or about another model
 
 
 def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
-    """Put a fresh adapter into a causal LM, in place; everything but the adapter is frozen.
+    """Add a new adapter to a causal LM, in place; everything but the adapter is frozen.
 
-    The adapter's weights are fp32 whatever the model's dtype is. It changes nothing until it is
-    trained. Without ``settings.modules`` all linear layers but the LM head get one.
+    The adapter's weights are fp32 for any dtype of the model. It has no effect until it is
+    trained. Without ``settings.modules``, all linear layers except the LM head are adapted.
 
     Raises:
-        TargetError: there is no such layer, the LM head or the embedding is among them, or the
-            model carries an adapter already.
+        TargetError: there is no such layer, the LM head or the embedding is included, or the
+            model already has an adapter.
 
     """
     try:
@@ -55,7 +55,7 @@ def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
 
     kind = type(model).__name__
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-        raise TargetError(f"{kind} carries an adapter already; merge it, or load the plain target")
+        raise TargetError(f"{kind} already has an adapter; merge it, or load the plain target")
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
@@ -63,14 +63,14 @@ def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft mends it by itself
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft corrects it
         torch.manual_seed(seed)
         try:
             adapted = get_peft_model(model.requires_grad_(False), config)
         except (ValueError, NotImplementedError) as error:
             raise TargetError(
                 f"peft can't adapt {kind}: {error} Choose other layers by --lora-modules, or use "
-                "--method medusa-1, which leaves the target alone"
+                "--method medusa-1, which does not change the target"
             ) from error
     names = [f".{name}" for name in adapted.targeted_module_names]
     for wanted in settings.modules:
@@ -79,35 +79,35 @@ def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
     shared = (model.get_input_embeddings(), model.get_output_embeddings())
     if any(isinstance(module, BaseTunerLayer) for module in shared):
         raise TargetError("--lora-modules: the embedding and the LM head are never adapted")
-    adapted.eval()  # the target's own dropout stays off
+    adapted.eval()  # keeps the target's own dropout off
     return adapted
 
 
 @contextmanager
 def original(adapted: PeftModel) -> Iterator[None]:
-    """Within this the model is the original one, and nothing gets a gradient."""
+    """Within the block the model is the original one, without gradients."""
     with torch.no_grad(), adapted.disable_adapter():
         yield
 
 
 def adapter_parameters(adapted: PeftModel) -> dict[str, nn.Parameter]:
-    """Every trained parameter of the backbone, by name: the adapter's, nothing else."""
+    """Every trained parameter of the backbone, by name: only the adapter's."""
     return {name: p for name, p in adapted.named_parameters() if p.requires_grad}
 
 
 def save_adapter(adapted: PeftModel, folder: Path) -> Path:
-    """Write the adapter in peft's format, whole or not at all; returns the folder."""
+    """Write the adapter atomically in peft's format; returns the folder."""
     with new_folder(folder, overwrite=True) as part:
         adapted.save_pretrained(str(part), save_embedding_layers=False)
     return folder
 
 
 def merge_adapter(source: str | Path, adapter: str | Path, folder: Path) -> Path:
-    """Write the target ``source`` with a `save_adapter` folder merged into it; returns the folder.
+    """Write the target ``source`` merged with a `save_adapter` folder; returns the folder.
 
-    The folder gets the weights in the dtype of the target's files, the config, the generation
-    config and every other file of the target's (tokenizer, chat template, licence). It appears
-    whole or not at all; an older one there is replaced.
+    The folder has the weights in the dtype of the target's files, the config, the generation
+    config and all other files of the target (tokenizer, chat template, licence). It is written
+    atomically; an existing folder is replaced.
 
     Raises:
         ValueError: a merged weight is not finite.
@@ -121,7 +121,7 @@ def merge_adapter(source: str | Path, adapter: str | Path, folder: Path) -> Path
     adapted = PeftModel.from_pretrained(model, str(adapter))
     merged: Any = adapted.merge_and_unload(safe_merge=True)  # type: ignore[operator]
     local = Path(source)
-    if not local.is_dir():  # downloaded when training began
+    if not local.is_dir():  # downloaded at the start of training
         local = Path(snapshot_download(str(source), local_files_only=True))
     with new_folder(folder, overwrite=True) as part:
         merged.save_pretrained(part)

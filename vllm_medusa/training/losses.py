@@ -1,20 +1,20 @@
-"""The heads' losses, without holding the logits of a whole batch.
+"""The heads' losses, without storing the logits of a whole batch.
 
 Head h (0-based) at position t predicts token t + h + 2 (Medusa, https://arxiv.org/abs/2401.10774,
 section 2.2.1). With K heads over a vocabulary of V tokens the logits of T positions are
 [T, K, V] numbers: 20 GB in fp32 for 8192 positions, 5 heads and V = 128k. So loss and gradient are
-computed together, some positions and one head at a time, while the logits of those are there; what
-is kept is the gradient of the heads' states, [T, K, H], and of stored LM heads.
+computed together, for some positions and one head at a time, while their logits exist; only the
+gradients of the heads' states, [T, K, H], and of stored LM heads are kept.
 
-Labels are the tokens that follow, or, "soft", the target's whole distribution over each of them at
-the temperature that the text was sampled with: the same expected loss with less noise. Positions
-are consecutive in a batch, so the distribution over head h's label at row n is what the
-target makes of the state in row n + h + 1.
+Labels are the tokens that follow, or, if "soft", the target's whole distribution over each of them
+at the sampling temperature of the text: the same expected loss with less noise. Positions
+in a batch are consecutive, so the distribution over head h's label at row n is the target's
+output for the state in row n + h + 1.
 
-With a draft vocabulary D a label outside it adds no loss. Of a soft label, p over all V tokens,
-that leaves -sum of p(v) log q(v) over v in D, with p not renormalized over D: else a position where
-D holds little of p would weigh as much as any other. So p needs the target's whole LM head once for
-each row.
+With a draft vocabulary D, labels outside it have no loss. For a soft label, p over all V tokens,
+the loss is -sum of p(v) log q(v) over v in D, with p not renormalized over D: otherwise a position
+where D has little of p would weigh as much as any other. So p needs the target's whole LM head once
+per row.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torch import Tensor
 from vllm_medusa.heads.eagle_model import EagleDrafter
 from vllm_medusa.heads.model import MedusaHeads
 
-IGNORED = -100  # a label that doesn't count
-CHUNK = 256  # positions whose logits are there at a time
+IGNORED = -100  # not a label
+CHUNK = 256  # positions per chunk of logits
 
 LMHead = Callable[[Tensor], Tensor]  # [N, H] -> logits [N, V or V_draft]
-AnyHeads = MedusaHeads | EagleDrafter  # the latter's steps are K heads
+AnyHeads = MedusaHeads | EagleDrafter  # a drafter's steps correspond to K heads
 
 
 def head_labels(
@@ -41,12 +41,12 @@ def head_labels(
     generated: Sequence[tuple[int, int]],
     num_heads: int,
     *,
-    own: bool = False,  # a column before the heads': the target's own next token
+    own: bool = False,  # a first column for the target's own next token
 ) -> Tensor:
     """The token that each head should predict at each position: int64 [L, K or 1 + K].
 
-    The label of head h at t counts if and only if the root t + 1 and the label t + h + 2 lie in the
-    same generated span [start, end): what serving asks of the heads. Elsewhere it is `IGNORED`.
+    The label of head h at t is valid if and only if the root t + 1 and the label t + h + 2 are in
+    the same generated span [start, end), as in serving. Otherwise it is `IGNORED`.
     """
     position = torch.arange(len(ids))[:, None]  # [L, 1]
     label = position + torch.arange(-int(own), num_heads) + 2
@@ -62,9 +62,9 @@ def head_weights(num_heads: int, decay: float = 0.8) -> Tensor:
 
 
 def draft_labels(labels: Tensor, heads: AnyHeads, outside: int) -> Tensor:
-    """Target ids to draft ids, any shape; ``outside`` for tokens that the draft vocabulary lacks.
+    """Target ids to draft ids, any shape; ``outside`` for tokens outside the draft vocabulary.
 
-    Labels below 0, which are no tokens, stay as they are.
+    Labels below 0, which are not tokens, are unchanged.
     """
     if heads.token_map is None:
         return labels
@@ -75,23 +75,23 @@ def draft_labels(labels: Tensor, heads: AnyHeads, outside: int) -> Tensor:
 
 def head_losses(
     heads: AnyHeads,
-    x: Tensor,  # [N, K, H], what the heads make of the target's states
-    labels: Tensor,  # int64 [N, K] target ids, IGNORED where none
+    x: Tensor,  # [N, K, H], the heads' outputs
+    labels: Tensor,  # int64 [N, K] target ids, IGNORED if none
     weights: Tensor,  # [K], the factor of each head's sum
     lm_head: LMHead | None = None,  # over the draft vocabulary, for heads that store none
     *,
-    teacher: Teacher | None = None,  # of soft labels
-    chunk: int = CHUNK,  # positions at a time: 4 * chunk * V floats, twice that if soft
+    teacher: Teacher | None = None,  # for soft labels
+    chunk: int = CHUNK,  # positions per chunk: 4 * chunk * V floats, twice that if soft
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of the heads' cross-entropies, with its gradient, and each head's own.
 
     Returns an fp32 scalar and fp32 [K], each head's sum over its labels in nats, detached. Divide
-    ``weights`` by the labels' counts for means. Gradients reach ``x`` and the heads' stored LM
-    heads; never the ``lm_head``.
+    ``weights`` by the number of labels for means. Gradients reach ``x`` and stored LM heads, but
+    not the ``lm_head``.
 
-    With a ``teacher`` the labels are soft: wherever (n, h) has a label, the teacher's row n + h + 1
-    has to be the state h + 1 positions on. With a token map, labels outside the draft vocabulary
-    don't count, nor does the mass of soft labels there.
+    With a ``teacher`` the labels are soft: if (n, h) has a label, the teacher's row n + h + 1
+    must be the state h + 1 positions later. With a token map, labels outside the draft vocabulary
+    don't count, nor does the probability of soft labels there.
     """
     drafts = draft_labels(labels, heads, IGNORED)
     valid = (drafts if teacher is None else labels) != IGNORED
@@ -101,13 +101,13 @@ def head_losses(
 
 
 class Teacher:
-    """The target's distribution over labels; of the draft vocabulary's, if there is one."""
+    """The target's distribution over labels; over the draft vocabulary, if there is one."""
 
     def __init__(
         self,
-        states: Tensor,  # [N, H], what the target's LM head sees
+        states: Tensor,  # [N, H], inputs of the target's LM head
         lm_head: LMHead,  # over the whole vocabulary
-        temperatures: Tensor,  # fp32 [N]; 0 is the token itself
+        temperatures: Tensor,  # fp32 [N]; 0: the token itself
         token_map: Tensor | None,
     ) -> None:
         self.states, self.lm_head, self.temperatures = states.detach(), lm_head, temperatures
@@ -117,20 +117,20 @@ class Teacher:
 
     @torch.no_grad()
     def after(self, start: int, stop: int, num_heads: int) -> Tensor:
-        """Of what follows rows start + 1 ...: fp32 [stop - start + num_heads - 1, V_draft]."""
+        """For the tokens after rows start + 1 ...: fp32 [stop - start + num_heads - 1, V_draft]."""
         rows = slice(start + 1, stop + num_heads)
         logits = self.lm_head(self.states[rows]).float()
         temperature = self.temperatures[rows, None].clamp(min=1e-4)  # 0: see `labels_of`
         if self.token_map is None:
             soft = (logits / temperature).softmax(-1)
-        else:  # what is outside counts for the sum, though no head can say it
+        else:  # tokens outside count in the softmax, although heads can't draft them
             logits = logits / temperature
             soft = (logits[:, self.token_map] - logits.logsumexp(-1, keepdim=True)).exp()
-        lacking = stop - start + num_heads - 1 - len(soft)  # at the end, where no label is
+        lacking = stop - start + num_heads - 1 - len(soft)  # at the end, without labels
         return F.pad(soft, (0, 0, 0, lacking)) if lacking else soft
 
     def labels_of(self, soft: Tensor, rows: slice, label: Tensor) -> Tensor:
-        """Replace the distribution by the token itself where the text was chosen greedily."""
+        """Replace the distribution by the token itself where the text was decoded greedily."""
         if not self.any_greedy:
             return soft
         sure = (label != IGNORED).to(soft)[:, None]
@@ -139,7 +139,7 @@ class Teacher:
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Loss and gradients at once: what flows back is only the loss's scalar factor."""
+    """Loss and gradients together; only the loss's scalar factor flows back."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -164,7 +164,7 @@ class _ChunkedLosses(torch.autograd.Function):
         for start in range(0, len(x), chunk):
             rows = slice(start, min(start + chunk, len(x)))
             if on_cpu and not bool(valid[rows].any()):
-                continue  # a prompt; elsewhere finding out would wait for the device
+                continue  # skip prompts; on a device this check would sync
             after = None if teacher is None else teacher.after(rows.start, rows.stop, count)
             for head in range(count):
                 label, soft = labels[rows, head], None

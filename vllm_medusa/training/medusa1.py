@@ -2,9 +2,9 @@
 
     loss = sum over k = 1 ... K of decay^k * mean cross-entropy of head k at t + k + 1
 
-The target doesn't change, so its hidden states are computed once (`hidden_cache`), and a step costs
-the heads alone. Positions don't see each other, so a step takes short pieces of many texts. Hydra
-heads are trained in the same way; each is shown the tokens before its own.
+The target doesn't change, so its hidden states are computed once (`hidden_cache`), and a step only
+runs the heads. Positions are independent, so a step takes short pieces of many texts. Hydra
+heads are trained in the same way, each with the tokens before its own as input.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Medusa1(Method):
             self.teacher = target.lm_head_of(dtype=dtype)
 
     def outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """See `Method`; Hydra heads see the tokens before their own."""
+        """See `Method`; Hydra heads also take the tokens before their own."""
         if not isinstance(self.heads, HydraHeads):
             return super().outputs(batch)
         last, path = self.states(batch), torch.cat(batch.tokens_after(self.heads.num_heads))
@@ -47,13 +47,13 @@ class Medusa1(Method):
 def new_heads(
     target: Target,
     options: HeadOptions,
-    token_map: Tensor | None = None,  # int64 [V_draft], the token ids that are scored; None: all
+    token_map: Tensor | None = None,  # int64 [V_draft], token ids to score; None: all
 ) -> MedusaHeads:
-    """Make fp32 heads, on the LM head's device, each of which gives the target's own logits.
+    """Create fp32 heads on the LM head's device, each of which outputs the target's own logits.
 
-    ``lm_heads`` "own" gives every head a copy of the target's to train (paper, section 2.1.1), bias
-    included and the logits' scale multiplied in. A soft cap stays out of copies: it changes no
-    ranking.
+    ``lm_heads`` "own" gives every head a trainable copy of the target's (paper, section 2.1.1),
+    bias and logit scale included. A soft cap is not part of copies: it does not change
+    rankings.
     """
     own, bias = options.lm_heads == "own", target.lm_head_bias
     heads = make_heads(

@@ -1,4 +1,4 @@
-"""What a method of training is: batches of pieces, losses, accuracy on held-out text."""
+"""The interface of a training method: batches of pieces, losses, accuracy on held-out text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Groups = list[tuple[Iterable[nn.Parameter], float]]
 
 @dataclass(frozen=True)
 class Texts:
-    """Records, their hidden states (built), and the pieces of them that are read."""
+    """Records, their hidden states (built), and the pieces to read."""
 
     records: Sequence[Record]
     pieces: Sequence[Piece]
@@ -53,34 +53,34 @@ class Batch(NamedTuple):
     texts: Texts
     wanted: list[tuple[int, int, int]]  # (record, start, stop) of each piece
     labels: Tensor  # int64 [N, M], see `losses.head_labels`
-    counts: Tensor  # int64 [M], labels that have a loss
+    counts: Tensor  # int64 [M], labels with a loss
     temperatures: Tensor  # fp32 [N]
 
     def tokens_after(self, num_heads: int) -> list[Tensor]:
-        """The K tokens after each row: int64 [n, K] of each piece."""
+        """The K tokens after each row: int64 [n, K] for each piece."""
         records = self.texts.records
         return [tokens_after(records[r], a, b, num_heads) for r, a, b in self.wanted]
 
 
 class Method:
-    """What a method of training defines; the rest is `loop.Loop`'s.
+    """What a training method defines; the rest is in `loop.Loop`.
 
     To add one: a subclass, like `Medusa1`, `Medusa2` and `Eagle3`, created in `job.Job.heads_alone`
-    or by a driver of its own that `train.train` selects; its name and what it refuses in
+    or by its own driver selected by `train.train`; its name and its restrictions in
     `options.TrainOptions`; its defaults in `recipe.complete`; its option in `adapt.options`.
 
     Attributes:
-        heads: what is trained, fp32, in place.
-        lengths: rows of each piece that is trained on.
-        groups: pieces of one group stay neighbours; None: each is its own.
+        heads: the trained heads, fp32, updated in place.
+        lengths: rows of each training piece.
+        groups: pieces of one group stay adjacent; None: no groups.
         lm_head: over the draft vocabulary, for heads that store none.
         teacher: the target's LM head over the whole vocabulary, for soft labels.
 
     """
 
-    pass_rows = 4096  # at most, padding included
+    pass_rows = 4096  # max rows per pass, padding included
     own = False  # whether labels have a column for the target's own next token
-    measures_ends = False  # before the first step and after the last, too
+    measures_ends = False  # also measure before the first step and after the last
     groups: Sequence[int] | None = None
     lm_head: LMHead | None = None
     teacher: LMHead
@@ -97,7 +97,7 @@ class Method:
             self.groups = self.texts.states.groups(self.texts.pieces)
 
     def parameters(self) -> Groups:
-        """What is given to the optimizer, and the factor of its learning rate."""
+        """Parameter groups for the optimizer, with factors of the learning rate."""
         return [(self.heads.parameters(), 1.0)]
 
     def state(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Method:
         return {"heads": self.heads.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` gave."""
+        """Restore the output of `state`."""
         self.heads.load_state_dict(state["heads"])
 
     def weights(self, step: int, steps: int) -> Tensor:
@@ -113,19 +113,19 @@ class Method:
         return self.decay
 
     def autocast(self) -> torch.autocast:
-        """Compute in bfloat16 if asked to."""
+        """Compute in bfloat16 if requested."""
         kind = self.workers.device.type
         return torch.autocast(kind, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
     def collate(self, items: Sequence[int], texts: Texts | None = None) -> Batch:
-        """A batch of some pieces; ``texts``: others than those to train on."""
+        """A batch of some pieces; ``texts``: other texts than the training texts."""
         texts = texts or self.texts
         count, wanted, labels, temperatures = self.heads.num_heads, [], [], []
         for number, start, own_stop, limit in (texts.pieces[item] for item in items):
             record = texts.records[number]
             stop = min(own_stop + count, limit) if self.read_on else own_stop
             found = labels_at(record, start, stop, count, own=self.own)
-            if own_stop < limit - 1:  # else what follows has no head's label
+            if own_stop < limit - 1:  # otherwise no head has a label there
                 found[own_stop - start :] = IGNORED
             heat = 1.0 if record.temperature is None else record.temperature
             temperatures.append(torch.full((stop - start,), heat))
@@ -142,12 +142,12 @@ class Method:
         return Batch(texts, wanted, whole.to(device), counted.sum(0), heats)
 
     def states(self, batch: Batch) -> Tensor:
-        """The target's states of a batch, from those that are kept: [N, H]."""
+        """The target's states of a batch, from the stored ones: [N, H]."""
         assert batch.texts.states is not None
         return batch.texts.states.read(batch.wanted).to(self.workers.device)
 
     def outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What the target's LM head sees [N, H], and what the heads make of it [N, K, H]."""
+        """The inputs of the target's LM head [N, H], and the heads' outputs [N, K, H]."""
         last = self.states(batch)
         return last, self.heads(last)
 
@@ -158,7 +158,7 @@ class Method:
         return head_losses(self.heads, x, batch.labels, weights, self.lm_head, teacher=teacher)
 
     def teacher_of(self, batch: Batch, states: Tensor) -> Teacher:
-        """What makes soft labels of the target's own states [N, H]."""
+        """The source of soft labels from the target's own states [N, H]."""
         return Teacher(states, self.teacher, batch.temperatures, self.heads.token_map)
 
     @torch.no_grad()
@@ -177,10 +177,10 @@ class Method:
         return {"heldout": total.summary()}
 
     def entry(self, means: Tensor, weights: Tensor) -> dict[str, Any]:
-        """What the log says of a step's mean losses [M]."""
+        """The log entry for a step's mean losses [M]."""
         return {"losses": [round(value, 5) for value in means.tolist()]}
 
     def lines(self, items: Sequence[int]) -> list[int]:
-        """Lines of the data that pieces come from, ascending."""
+        """Lines of the data from which pieces come, ascending."""
         pieces = [self.texts.pieces[item] for item in items]
         return sorted({self.texts.records[piece.record].line for piece in pieces})

@@ -1,6 +1,6 @@
-"""What the jobs of training are asked for; recipes take their defaults from here.
+"""Options of the training jobs, with their defaults.
 
-Calibration takes the same machine options.
+Calibration uses the same machine options.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ WARMUP_STEPS, JOINT_WARMUP_STEPS = 50, 20
 
 
 class MachineOptions(Options):
-    """Where and how transformers runs the target: `train`, `calibrate` and `tree` take these."""
+    """Device and dtype of the target in transformers: for `train`, `calibrate` and `tree`."""
 
     device: str = option(
-        "cpu, cuda, cuda:1; auto: a GPU if there is one", default="auto", shown="auto"
+        "cpu, cuda, cuda:1...; auto: a GPU if available", default="auto", shown="auto"
     )
     dtype: Dtype = option(
-        "the target computes in; auto: its own on GPUs, float32 on CPUs", default="auto"
+        "dtype of the target; auto: its own on GPUs, float32 on CPUs", default="auto"
     )
     quantization: Literal["4bit", "8bit"] | None = option(
-        "of the target, by bitsandbytes", default=None
+        "quantize the target with bitsandbytes", default=None
     )
 
     def check(self) -> None:
         """See `Options.check`."""
         if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", self.device):
-            raise ValueError(f"device is {self.device!r}; use auto, cpu, cuda or such as cuda:1")
+            raise ValueError(f"device is {self.device!r}; use auto, cpu, cuda or e.g. cuda:1")
 
 
 class TextFiles(Options):
-    """What is trained on, and where the heads go."""
+    """Input texts and output folder."""
 
     data: Path = option("texts to train on", "-i")
     output: Path = option("folder for the heads", "-o")
     heldout: Path | None = option("texts to measure on", default=None)
     heldout_share: BelowOne = option(
-        "without --heldout: share of the prompts that is held out; 0: none", default=0.05
+        "share of the prompts to hold out, without --heldout; 0: none", default=0.05
     )
     on_bad_line: Literal["refuse", "skip"] = option(
-        "refuse: train nothing while a file has a bad line; skip: leave it out", default="refuse"
+        "bad lines: refuse the file, or skip them", default="refuse"
     )
-    overwrite: bool = option("throw away the output's run", default=False)
+    overwrite: bool = option("discard an existing run in the output", default=False)
 
     def name(self, *, heldout: bool) -> str:
-        """The file whose texts are trained on, or measured on."""
+        """The file with the texts to train on, or to measure on."""
         return str(self.heldout or self.data if heldout else self.data)
 
 
@@ -71,30 +71,30 @@ class HeadOptions(Options):
     """The heads' shape."""
 
     kind: Literal["medusa", "hydra", "eagle3"] = option(
-        "medusa: heads don't see each other; hydra: each sees the tokens before its own; eagle3: a "
-        "drafter with a decoder layer, as vLLM's eagle3 loads it",
+        "medusa: independent heads; hydra: heads that depend on preceding drafts; eagle3: a "
+        "drafter with a decoder layer, in vLLM's eagle3 format",
         "--heads",
         default="medusa",
     )
-    num_heads: Positive = option("of eagle3: tokens ahead that it is trained for", default=5)
-    num_layers: Positive = option("residual layers a head", default=1)
+    num_heads: Positive = option("heads; for eagle3, tokens ahead in training", default=5)
+    num_layers: Positive = option("residual layers per head", default=1)
     lm_heads: Literal["shared", "own"] | None = option(
-        "shared: the target's LM head, as it is; own: each head, or the eagle3 drafter, trains a "
-        "copy of it",
+        "shared: use the target's LM head; own: each head, or the eagle3 drafter, trains its own "
+        "copy",
         default=None,
-        shown="shared; of eagle3 own",
+        shown="shared; for eagle3 own",
     )
     draft_vocab: FromZero | None = option(
-        "predict only the N tokens that the texts have most; 0: all",
+        "draft only the N most frequent tokens of the texts; 0: all",
         default=None,
         metavar="N",
-        shown="4096 to 16384, with 99% of the texts; all of no more than 16384",
+        shown="4096 to 16384, to cover 99% of the texts; all if up to 16384",
     )
     aux_layers: tuple[FromZero, ...] = option(
-        "of eagle3: three of the target's layers, whose inputs it reads",
+        "eagle3: three target layers whose inputs it reads",
         default=(),
         metavar="N",
-        shown="2, the middle, the last but two",
+        shown="2, the middle, the third from last",
     )
     save_dtype: Literal["bfloat16", "float16", "float32"] = option(default="bfloat16")
 
@@ -103,48 +103,48 @@ class StepOptions(Options):
     """How the heads are trained."""
 
     labels: Literal["soft", "tokens"] = option(
-        "soft: the target's distribution over each token; tokens: the text's own", default="soft"
+        "soft: the target's distribution; tokens: the tokens of the text", default="soft"
     )
-    decay: Share = option("head k weighs DECAY^k", default=0.8)
+    decay: Share = option("head k has loss weight DECAY^k", default=0.8)
     epochs: Positive = option("passes over the texts", default=3)
     batch_tokens: Positive | None = option(
         "tokens per step", default=None, metavar="N", shown="256 to 4096: about 1500 steps"
     )
     learning_rate: Above | None = option(
-        "the heads' peak", default=None, shown="1e-3; more for targets narrower than 573"
+        "heads' peak learning rate", default=None, shown="1e-3; more for targets narrower than 573"
     )
     warmup_steps: FromZero | None = option(
-        "at most a tenth",
+        "learning-rate warm-up, at most a tenth of the steps",
         default=None,
         metavar="N",
         shown=f"{WARMUP_STEPS}; in medusa-2's joint stage {JOINT_WARMUP_STEPS}",
     )
     weight_decay: AtLeastZero = option(default=0.0)
-    clip: Above = option("gradient norm", default=1.0)
+    clip: Above = option("max gradient norm", default=1.0)
     seed: Seed = option(default=0)
-    measure_every: Positive = option("steps", default=500, metavar="N")
+    measure_every: Positive = option("steps between measurements", default=500, metavar="N")
 
 
 class TrainMachine(MachineOptions):
-    """The same, and what the heads compute in."""
+    """Machine options, and the heads' precision."""
 
     precision: Literal["auto", "float32", "bfloat16"] = option(
-        "heads compute in; auto: bfloat16 where the hardware is made for it", default="auto"
+        "compute precision of the heads; auto: bfloat16 if native", default="auto"
     )
 
 
 class CacheOptions(Options):
-    """Where the frozen target's hidden states are kept."""
+    """Storage of the frozen target's hidden states."""
 
     cache: Path | None = option(
-        "where they are kept, for other runs on these texts too; absent: in the output until the "
-        "heads are trained",
+        "folder for hidden states, reusable by other runs on these texts; default: in the output "
+        "until training ends",
         default=None,
         metavar="FOLDER",
     )
     cache_gb: AtLeastZero = option(
-        "disk limit; the rest is computed whenever it is needed, all pieces of a text together, so "
-        "the order of the steps depends on it",
+        "disk limit; the rest is computed when needed, for all pieces of a text together, so "
+        "the order of steps depends on this",
         default=50.0,
         metavar="GB",
     )
@@ -153,13 +153,13 @@ class CacheOptions(Options):
 class LoraSettings(Options):
     """The adapter's shape; rank 32 and alpha 16 are the paper's (appendix B.1).
 
-    The paper's dropout is left out: the student is noisy even where it equals the teacher.
+    The paper's dropout is omitted: it would make the student noisy even if equal to the teacher.
     """
 
     rank: Positive = option("", "--lora-rank", default=32)
     alpha: Above = option("", "--lora-alpha", default=16.0)
     modules: tuple[str, ...] = option(
-        "linear layers such as q_proj",
+        "linear layers to adapt, such as q_proj",
         "--lora-modules",
         default=(),
         metavar="NAME",
@@ -168,19 +168,19 @@ class LoraSettings(Options):
 
 
 class QualityBounds(Options):
-    """How much of its quality a target may lose before the training counts as failed.
+    """Max degradation of a target before training counts as failed.
 
-    The defaults are heuristic: wide enough for a run that works, too narrow for one that diverges.
+    The defaults are heuristic: wide enough for normal runs, too narrow for a diverged one.
     """
 
     max_kl: AtLeastZero = option(
-        "a token, to the original, on held-out text; beyond it the new target counts as degraded, "
-        "says so by its name, and the exit status is 1",
+        "max KL per token to the original on held-out text; beyond it, the new target is saved as "
+        "degraded, and the exit status is 1",
         default=0.05,
         metavar="NATS",
     )
     max_perplexity_ratio: Annotated[float, Number(float, 1)] = option(
-        "after / before, likewise", default=1.05, metavar="X"
+        "max perplexity ratio after / before, likewise", default=1.05, metavar="X"
     )
 
 
@@ -188,32 +188,32 @@ class JointOptions(Options):
     """Medusa-2's joint stage."""
 
     start_heads: Path | None = option(
-        "trained heads, instead of a warm-up: its options (--epochs, --batch-tokens, "
-        "--learning-rate) then do nothing, and the heads' shape is theirs",
+        "trained heads, instead of a warm-up, whose options (--epochs, --batch-tokens, "
+        "--learning-rate) then have no effect; the heads' shape is theirs",
         default=None,
         metavar="HEADS",
     )
     lora: LoraSettings = group(factory=LoraSettings)
     lm_loss: Literal["auto", "kl", "cross-entropy"] = option(
-        "the target's own: kl to the original model, or cross-entropy of the text; auto: kl if the "
-        "target wrote all of it",
+        "target's loss: kl to the original model, or cross-entropy of the text; auto: kl if the "
+        "target generated all of it",
         default="auto",
     )
     heads_weight: AtLeastZero | None = option(
-        "lambda_0, the heads' loss beside the target's",
+        "lambda_0, weight of the heads' loss",
         default=None,
         metavar="X",
         shown="0.01 with kl, else 0.2",
     )
-    backbone_rate: Above = option("learning rate's peak", default=5e-4)
-    heads_rate: Above = option("times that, for the heads", default=4.0)
+    backbone_rate: Above = option("peak learning rate of the adapter", default=5e-4)
+    heads_rate: Above = option("heads' learning rate, as a multiple of it", default=4.0)
     joint_epochs: Positive = option(default=1)
-    joint_tokens: Positive = option("of text per step", default=8192, metavar="N")
+    joint_tokens: Positive = option("tokens per step", default=8192, metavar="N")
     pass_tokens: Positive = option(
-        "of one pass of the target; fewer take less memory", default=4096, metavar="N"
+        "tokens per pass of the target; fewer need less memory", default=4096, metavar="N"
     )
     checkpoint_layers: bool = option(
-        "compute layers twice rather than keep what is in them", default=False
+        "gradient checkpointing: recompute layers to save memory", default=False
     )
     bounds: QualityBounds = group(factory=QualityBounds)
 
@@ -231,8 +231,8 @@ class TrainOptions(Options):
         "medusa-1: the target's hidden states are computed once", factory=CacheOptions
     )
     joint: JointOptions = group(
-        "medusa-2: after a warm-up of the heads alone, which is medusa-1 by the options above, "
-        "heads and a LoRA adapter in the target together. The output holds a new target as well",
+        "medusa-2: after a warm-up of only the heads (medusa-1 with the options above), "
+        "heads and a LoRA adapter of the target are trained together; also writes a new target",
         factory=JointOptions,
     )
 
@@ -241,28 +241,28 @@ class TrainOptions(Options):
         heads, kind = self.heads, self.heads.kind
         if kind != "medusa" and self.method != "medusa-1":
             raise ValueError(
-                f"--heads {kind} leaves the target as it is; the method is {self.method}. Leave it "
-                "out, or train Medusa heads with it."
+                f"--heads {kind} does not change the target; the method is {self.method}. Omit it, "
+                "or train Medusa heads with it."
             )
         if kind == "eagle3" and heads.num_layers != 1:
             raise ValueError(
                 f"--num-layers {heads.num_layers} is for Medusa and Hydra heads: EAGLE-3 has one "
-                "decoder layer. Leave it out."
+                "decoder layer. Omit it."
             )
         if heads.aux_layers and kind != "eagle3":
             raise ValueError(
-                f"--aux-layers is an option of --heads eagle3; the heads are {kind}. Leave it out."
+                f"--aux-layers is an option of --heads eagle3; the heads are {kind}. Omit it."
             )
         if self.method == "medusa-1":
             if joint := command_line(self.joint):
                 raise ValueError(
-                    f"{joint[0]} is an option of --method medusa-2; the method is medusa-1. Choose "
-                    "that method, or leave the option out."
+                    f"{joint[0]} is an option of --method medusa-2; the method is medusa-1. Use "
+                    "that method, or omit the option."
                 )
             return
         if self.files.heldout is None and not self.files.heldout_share:
             raise ValueError(
-                "medusa-2 changes the target, so its quality has to be measured: give --heldout "
+                "medusa-2 changes the target, so its quality must be measured: pass --heldout "
                 "FILE, or a --heldout-share above 0."
             )
         if self.joint.start_heads is not None:
@@ -270,6 +270,6 @@ class TrainOptions(Options):
             for name in ("--lm-heads", "--draft-vocab", "--cache"):
                 if name in given:
                     raise ValueError(
-                        f"{name} is of new heads and their warm-up, and --start-heads brings "
-                        "trained ones. Leave one of the two out."
+                        f"{name} is for new heads and their warm-up, but --start-heads loads "
+                        "trained ones. Omit one of the two."
                     )

@@ -1,7 +1,7 @@
-"""How far a trained target is from the one it was: perplexity and KL on held-out text.
+"""How much a trained target differs from the original: perplexity and KL on held-out text.
 
-Measured at the positions whose next token was generated, at temperature 1, in nats. Logits of a few
-positions exist at a time, [C, V] of each model.
+Measured at the positions whose next token was generated, at temperature 1, in nats. Logits of only
+a few positions exist at a time, [C, V] of each model.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vllm_medusa.training.options import QualityBounds
 
 
 def shortfalls(quality: Mapping[str, float], bounds: QualityBounds) -> list[str]:
-    """Messages on what of a `QualityMeter.result` is beyond the bounds; NaN is beyond any."""
+    """Messages about exceeded bounds of a `QualityMeter.result`; NaN exceeds any bound."""
     ratio = "perplexity after / before"
     checks = (
-        ("KL(original || new) a token", quality["kl"], bounds.max_kl, "--max-kl"),
+        ("KL(original || new) per token", quality["kl"], bounds.max_kl, "--max-kl"),
         (ratio, quality["perplexity_ratio"], bounds.max_perplexity_ratio, "--max-perplexity-ratio"),
     )
     return [
-        f"{what} is {value:.4g}, allowed is {limit:g} ({option})"
+        f"{what} is {value:.4g}; the limit is {limit:g} ({option})"
         for what, value, limit, option in checks
         if not value <= limit
     ]
@@ -34,14 +34,14 @@ def shortfalls(quality: Mapping[str, float], bounds: QualityBounds) -> list[str]
 def kl_rows(teacher: Tensor, student: Tensor) -> Tensor:
     """KL(softmax(teacher) || softmax(student)) of each row: logits [C, V] each -> fp32 [C].
 
-    Exactly 0 where the rows are equal.
+    Exactly 0 if the rows are equal.
     """
     p, q = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
 
 
 class QualityMeter:
-    """Sums over held-out texts, fp64 [6], which add up over processes."""
+    """Sums over held-out texts, fp64 [6], additive over processes."""
 
     def __init__(self, lm_head: LMHead) -> None:
         self.lm_head, self.sums = lm_head, torch.zeros(6, dtype=torch.float64)
@@ -49,11 +49,11 @@ class QualityMeter:
     @torch.no_grad()
     def add(
         self,
-        following: Tensor,  # int64 [N], the next token, `IGNORED` where it doesn't count
-        before: Tensor,  # [N, H], what the LM head sees of the original
-        after: Tensor,  # [N, H], the same of the new model
+        following: Tensor,  # int64 [N], the next token, or `IGNORED`
+        before: Tensor,  # [N, H], LM head inputs of the original
+        after: Tensor,  # [N, H], LM head inputs of the new model
         *,
-        chunk: int = CHUNK,  # positions whose logits exist at a time
+        chunk: int = CHUNK,  # positions per chunk of logits
     ) -> None:
         """Add some positions."""
         (positions,) = (following != IGNORED).nonzero(as_tuple=True)
@@ -73,7 +73,7 @@ class QualityMeter:
         """Return the means, plain JSON but for NaN and infinity.
 
         ``kl`` is KL(original || new) and ``reverse_kl`` KL(new || original), in nats per token;
-        ``top1_agreement`` the share of tokens where both have the same likeliest one.
+        ``top1_agreement`` the fraction of tokens with the same argmax.
 
         Raises:
             ValueError: no token was counted.
@@ -82,8 +82,8 @@ class QualityMeter:
         count = int(self.sums[0])
         if not count:
             raise ValueError(
-                "the held-out texts hold no generated token, so quality can't be measured; give "
-                "others by --heldout"
+                "the held-out texts have no generated tokens, so quality can't be measured; pass "
+                "other texts with --heldout"
             )
         means = self.sums[1:] / count
         (before, after), (kl, reverse_kl, agreement) = means[:2].exp().tolist(), means[2:].tolist()

@@ -1,9 +1,9 @@
-"""Defaults that follow from the target and the texts, and the heads' weight in Medusa-2.
+"""Defaults that depend on the target and the texts, and the heads' weight in Medusa-2.
 
-lambda_0, the heads' weight beside the target's own loss, grows to its peak, because what untrained
-heads ask of the backbone would spoil it (Medusa, https://arxiv.org/abs/2401.10774, section 2.2.2).
-The paper's recipes (appendix B): a peak of 0.2 on other text, of 0.01 on self-distilled text, which
-grows as a sine until the last step.
+lambda_0, the weight of the heads' loss, grows to its peak, because the gradients of untrained
+heads would damage the backbone (Medusa, https://arxiv.org/abs/2401.10774, section 2.2.2).
+The paper's recipes (appendix B): a peak of 0.2 on other text, 0.01 on self-distilled text, with
+sine growth until the last step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from vllm_medusa.training.options import (
 
 PEAK_SELF_DISTILLED = 0.01  # appendix B.3
 PEAK_OTHER = 0.2  # appendix B.2
-MEASURED_ROWS = 16384  # at most about so many held-out positions are measured
+MEASURED_ROWS = 16384  # approximate max number of held-out positions to measure
 
 
 def complete(
     options: StepOptions, *, hidden_size: int, num_labels: int, drafter: bool = False
 ) -> StepOptions:
-    """Fill in what isn't given, for a target's width and the labels of head 0 in the texts.
+    """Fill in missing options, for a target's width and the number of head 0's labels in the texts.
 
-    ``drafter``: an EAGLE-3 drafter is trained, in place of heads.
+    ``drafter``: an EAGLE-3 drafter is trained instead of heads.
     """
     rate = (usual_drafter_rate if drafter else usual_rate)(hidden_size)
     return replace(
@@ -42,7 +42,7 @@ def complete(
 def complete_joint(
     joint: JointOptions, options: StepOptions, *, self_distilled: bool
 ) -> tuple[JointOptions, StepOptions]:
-    """The same of Medusa-2's joint stage; ``self_distilled``: the target wrote all of the text."""
+    """The same for Medusa-2's joint stage; ``self_distilled``: the target generated all text."""
     lm_loss = joint.lm_loss
     if lm_loss == "auto":
         lm_loss = "kl" if self_distilled else "cross-entropy"
@@ -61,10 +61,10 @@ def complete_joint(
 
 
 def usual_rate(hidden_size: int) -> float:
-    """Peak learning rate where none is given: 1e-3, and more for narrow targets, up to 5e-3.
+    """Default peak learning rate: 1e-3, and more for narrow targets, up to 5e-3.
 
-    AdamW moves each weight by about the rate, so a layer's output by about rate times width, and
-    the logits by that times width again. 1e-3 is the reference recipe's, for a width of 4096; at
+    AdamW changes each weight by about the rate, so a layer's output by about rate times width, and
+    the logits by that times width again. 1e-3 is the reference recipe's, for a width of 4096; with
     the test target's 256, 5e-3 learns far more in the same steps; at SmolLM2's 576 Hydra heads
     learned at 7e-4 (loss of head 0 after 225 steps 3.6, pieces of 32 positions) and at 5e-4
     (4.9 after 175, pieces of 128), not at 2.2e-3 (7.3 after 200, pieces of 128).
@@ -78,7 +78,7 @@ def usual_drafter_rate(hidden_size: int) -> float:
 
 
 def usual_batch(rows: int) -> int:
-    """Positions per step where none is given, of ``rows`` in all epochs: about 1500 steps.
+    """Default positions per step, for ``rows`` over all epochs: about 1500 steps.
 
     At least 256, at most 4096, in steps of 128.
     """
@@ -86,5 +86,5 @@ def usual_batch(rows: int) -> int:
 
 
 def heads_weight(options: JointOptions, step: int, steps: int) -> float:
-    """lambda_0 of the 0-based ``step``: above 0 at the first, the peak at the last."""
+    """lambda_0 at the 0-based ``step``: above 0 at the first, the peak at the last."""
     return (options.heads_weight or 0.0) * math.sin((step + 1) / steps * math.pi / 2)

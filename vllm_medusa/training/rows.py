@@ -1,7 +1,7 @@
-"""Records cut into pieces, pieces dealt to steps, steps cut into passes.
+"""Split records into pieces, assign pieces to steps, and split steps into passes.
 
 The state at position t predicts token t + 1, so a generated span [s, e) has the rows t = s - 1 ...
-e - 2. The label of head h at t is token t + h + 2 of the same span. No prompt needs to be read::
+e - 2. The label of head h at t is token t + h + 2 of the same span. Prompts need not be read::
 
     text     p p p A B C D p p      span [3, 7), rows 2 ... 5
     row 2        ^ a b c d          heads' labels B C D
@@ -38,9 +38,9 @@ class Piece(NamedTuple):
 
 
 def cut_pieces(records: Sequence[Record], size: int, *, whole: bool = False) -> list[Piece]:
-    """Cut all rows with a label into pieces of at most ``size`` rows.
+    """Split all rows with a label into pieces of at most ``size`` rows.
 
-    ``whole``: from the record's first position on, prompts included, as EAGLE-3 reads texts.
+    ``whole``: from the record's first position on, prompts included, as for EAGLE-3.
     """
     pieces = []
     for number, record in enumerate(records):
@@ -78,22 +78,22 @@ def tokens_after(record: Record, start: int, stop: int, num_heads: int) -> Tenso
 
 
 def count_labels(records: Sequence[Record]) -> int:
-    """Labels of head 0."""
+    """Number of labels of head 0."""
     return sum(end - start - 1 for record in records for start, end in row_ranges(record))
 
 
 def plan_steps(
     lengths: Sequence[int],  # rows or tokens of each item
-    groups: Sequence[int] | None = None,  # items of one group stay neighbours
+    groups: Sequence[int] | None = None,  # items of one group stay adjacent
     *,
     batch: int,  # rows or tokens per step
     epochs: int,
     seed: int,
 ) -> list[list[int]]:
-    """Deal items to steps, in a new order in each epoch; a pure function, so that runs resume.
+    """Assign items to steps, in a new order in each epoch; a pure function, so runs can resume.
 
-    The rows of all epochs are one stream of which a step takes ``batch``; an item belongs to the
-    step in which it begins. The last step takes the rest. Returns the items of each step.
+    The rows of all epochs are one stream, of which a step takes ``batch``; an item belongs to the
+    step in which it starts. The last step takes the rest. Returns the items of each step.
     """
     size, group = np.asarray(lengths, np.int64), np.arange(len(lengths))
     if groups is not None:
@@ -111,16 +111,16 @@ def plan_steps(
 
 
 def deal(items: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Cut items into ``parts`` runs of about equal total length; some may be empty."""
+    """Split items into ``parts`` runs of about equal total length; some may be empty."""
     ends = np.cumsum([lengths[item] for item in items])
     part = (ends - [lengths[item] for item in items]) * parts // max(1, int(ends[-1]))
     return [[items[i] for i in np.flatnonzero(part == number)] for number in range(parts)]
 
 
 def split_passes(items: Sequence[int], lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Cut items into passes of at most ``size`` padded rows, longest first; a longer one is alone.
+    """Split items into passes of at most ``size`` padded rows, longest first; longer ones alone.
 
-    Items of similar length go together.
+    Items of similar length are grouped.
     """
     passes: list[list[int]] = []
     for item in sorted(items, key=lambda i: (-lengths[i], i)):

@@ -1,15 +1,15 @@
 """The folder of a training run, which resumes exactly where it was killed.
 
-Under the heads' own folder stands ``training/``::
+The heads' folder contains ``training/``::
 
-    log.jsonl        a line for each step and each measurement
-    curves.png       the same as a picture, drawn at the end
-    run.json         everything the result depends on; other settings are refused
+    log.jsonl        one line per step and per measurement
+    curves.png       a plot of the log, drawn at the end
+    run.json         everything that the result depends on; other settings are refused
     work/*.pt        checkpoints; work/ is removed when the run is complete
 
-A checkpoint is written aside, synced and renamed, after the log up to its step was synced, so there
-is never one cut short. It holds the log's length then; what follows is cut off on resume. The run
-is complete when the heads' ``config.json``, written last, is there.
+A checkpoint is written to a temporary file, synced and renamed, after the log was synced up to its
+step, so it is always complete. It has the log's length; later lines are removed on resume. The run
+is complete when the heads' ``config.json``, written last, exists.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class TrainingRun(Run):
     """The output folder of one training, locked; a context manager.
 
     Attributes:
-        output: where the heads go.
+        output: folder for the heads.
         folder: ``training/`` in it.
-        work: ``training/work``, to be made when the first result is; removed in the end.
-        complete: a run of the same settings has ended here; there is nothing to do.
+        work: ``training/work``, created with the first result, removed at the end.
+        complete: a run with the same settings has finished here; nothing to do.
 
     """
 
@@ -43,13 +43,13 @@ class TrainingRun(Run):
         output: Path,  # its parent must exist
         settings: Mapping[str, Any],  # plain JSON, everything that the result depends on
         *,
-        overwrite: bool = False,  # remove the run that is there
-        main: bool = True,  # False in the other processes of a distributed run, which only read
+        overwrite: bool = False,  # remove an existing run
+        main: bool = True,  # False in other processes of a distributed run, which only read
     ) -> None:
         """Open or create the folder.
 
         Raises:
-            FileRefused: the folder holds something else, belongs to other settings, or is in use.
+            FileRefused: the folder has other contents or settings, or is in use.
 
         """
         self.output, self.main = Path(output), main
@@ -58,7 +58,7 @@ class TrainingRun(Run):
         if main:
             check_output(self.output)
             self.output.mkdir(exist_ok=True)
-            remedy = "Name another folder, or pass --overwrite to throw that run away."
+            remedy = "Choose another folder, or pass --overwrite to discard that run."
             options: dict[str, Any] = {"of": self.output, "overwrite": overwrite, "remedy": remedy}
             super().__init__(self.folder, settings, **options)
             for name in ("config.json", "model.safetensors", "calibration.safetensors"):
@@ -66,19 +66,19 @@ class TrainingRun(Run):
                     (self.output / name).unlink(missing_ok=True)
 
     def __exit__(self, *error: object) -> None:
-        """Release the folder, and remove what only an unfinished run needs if it is complete."""
+        """Release the folder; if the run is complete, remove what only an unfinished run needs."""
         if not self.main:
             return
         if (self.output / "config.json").exists():
             shutil.rmtree(self.work, ignore_errors=True)
             (self.folder / "lock").unlink(missing_ok=True)
         elif error[0] is not None and not self.resumed and not self.work.exists():
-            self.remove()  # nothing was computed, so other settings may follow
+            self.remove()  # nothing was computed, so other settings are allowed
         self.close()
 
 
 class Stage:
-    """Log and checkpoint of one stage of a run; `load` comes first."""
+    """Log and checkpoint of one stage of a run; call `load` first."""
 
     def __init__(self, run: TrainingRun, log: str = "log.jsonl", name: str = "state") -> None:
         self.main = run.main
@@ -86,7 +86,7 @@ class Stage:
         self._file: FileIO | None = None
 
     def load(self, map_location: Any = "cpu") -> dict[str, Any] | None:
-        """Return the last checkpoint, or None; cuts the log back to it."""
+        """Return the last checkpoint, or None; truncates the log to it."""
         kept = None
         if self._checkpoint.exists():
             kept = torch.load(self._checkpoint, map_location=map_location, weights_only=True)
@@ -95,7 +95,7 @@ class Stage:
                 kept = None
         if self.main:
             self._log.touch()
-            self._file = self._log.open("r+b", buffering=0)  # readers see every line at once
+            self._file = self._log.open("r+b", buffering=0)  # readers see every line immediately
             size = 0 if kept is None else kept["log_bytes"]
             self._file.truncate(size)
             self._file.seek(size)
@@ -114,39 +114,39 @@ class Stage:
             self._file.write((json.dumps(entry) + "\n").encode())
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Every line of the log so far."""
+        """All lines of the log so far."""
         with self._log.open("rb") as file:
             yield from map(json.loads, file)
 
 
 def check_output(output: Path) -> None:
-    """Refuse a folder that no heads can be trained into, before anything is read.
+    """Refuse a folder that can't be an output, before anything is read.
 
     Raises:
-        FileRefused: its parent is missing, it is a file, or it holds something other than a run.
+        FileRefused: its parent is missing, it is a file, or it has contents other than a run.
 
     """
     require_parent(output)
     if output.exists() and not output.is_dir():
-        raise FileRefused(f"{output} is a file; name a folder for the heads.")
+        raise FileRefused(f"{output} is a file; choose a folder for the heads.")
     if (output / "training" / "run.json").is_file():
         return
     if {path.name for path in output.rglob("*")} - {"training", "lock", ".run.json.part"}:
         raise FileRefused(
-            f"{output} holds files, but is not a training run. Name another folder for the heads."
+            f"{output} holds files, but is not a training run. Choose another folder for the heads."
         )
 
 
 def check_inputs(output: Path, inputs: Mapping[str, str | Path | None]) -> None:
-    """Refuse inputs (by what users call each; hub names are ignored) that are in the output.
+    """Refuse inputs (with their names for messages; hub names are ignored) that are in the output.
 
     Raises:
-        FileRefused: one is the output or in it.
+        FileRefused: one is, or is inside, the output.
 
     """
     for name, path in inputs.items():
         if path and Path(path).exists() and Path(path).resolve().is_relative_to(output.resolve()):
             raise FileRefused(
-                f"{name} {path} is in the output {output}, whose content the run replaces. Name "
-                "another --output, or move it out of there."
+                f"{name} {path} is in the output {output}, whose contents the run replaces. Choose "
+                "another --output, or move it elsewhere."
             )

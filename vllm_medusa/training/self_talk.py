@@ -1,14 +1,14 @@
-"""Self-talk: the target writes both sides of a conversation (paper, section 2.3.2).
+"""Self-talk: the target generates both sides of a conversation (paper, section 2.3.2).
 
-The prompt's own turns (or its text, as the user's first words) come first. Then the conversation is
-rendered up to where the next user's words would stand, and the target writes them up to the token
-that ends a turn. A prompt without turns is a conversation that the target opens (Magpie,
-arXiv 2406.08464). The user's turns are sampled at temperature 1, so that no two conversations are
-alike. Only a chat template that marks both ends of a turn, like
+The prompt's own turns (or its text, as the first user turn) come first. Then the conversation is
+rendered up to the start of the next user turn, and the target generates it up to the token
+that ends a turn. A prompt without turns is a conversation opened by the target (Magpie,
+arXiv 2406.08464). User turns are sampled at temperature 1, so that conversations
+differ. Only a chat template that marks both ends of a turn, like
 
     <|im_start|>user / words <|im_end|>
 
-lets a model play the user; any other is refused.
+allows a model to generate user turns; others are refused.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ from vllm_medusa.offline.batch import Answer, Engine, Request, RequestRefused
 from vllm_medusa.offline.conversations import common_length, encode_rendered, render, turn_end
 from vllm_medusa.offline.prompts import Message, Prompt, PromptError
 
-_WORDS = "7f3c0d5e words of a user"  # marks where the user's words stand
+_WORDS = "7f3c0d5e words of a user"  # marks the position of the user's text
 _USER_TEMPERATURE = 1.0
-_USER_TOKENS = 256  # at most, of a turn
+_USER_TOKENS = 256  # max tokens per user turn
 
 
 def user_turn(messages: list[Message], tokenizer: Any) -> tuple[list[int], int]:
-    """Render a conversation, empty or ending with the assistant, up to the next user's words.
+    """Render a conversation, empty or ending with the assistant, up to the next user's text.
 
     Returns the token ids, and the token that ends the user's turn.
 
     Raises:
-        PromptError: the chat template has no header for a user's turn, or no token that ends one.
+        PromptError: the chat template has no header for a user turn, or no token that ends one.
 
     """
     text = render([*messages, {"role": "user", "content": _WORDS}], tokenizer)
     if text.count(_WORDS) != 1:
-        raise PromptError("the chat template doesn't keep a user's words: no self-talk with it.")
+        raise PromptError("the chat template drops the user's text. Use it without --self-talk.")
     before, after = text.split(_WORDS)
     header = before[common_length(before, render(messages, tokenizer)) :] if messages else before
     if not header.strip():
         raise PromptError(
-            "the chat template has no header before a user's words, so the target can't know that "
-            f"it is to speak as the user; it has {header!r}. Use it without --self-talk."
+            "the chat template has no header before the user's text, so the target can't know that "
+            f"it should generate a user turn; it has {header!r}. Use it without --self-talk."
         )
     end = turn_end(after, tokenizer)
     if end is None:
         raise PromptError(
-            f"the chat template ends a user's turn with {after[:20]!r} and not with a token of its "
-            "own, so the target can't end one. Use it without --self-talk."
+            f"the chat template ends a user's turn with {after[:20]!r} instead of a special "
+            "token, so the target can't end one. Use it without --self-talk."
         )
     token = tokenizer.convert_tokens_to_ids(end.strip())
     return list(encode_rendered(before, tokenizer)), token
 
 
 def require_self_talk(tokenizer: Any) -> None:
-    """Refuse a target whose chat template doesn't allow to speak as the user.
+    """Refuse a target whose chat template doesn't support generating user turns.
 
     Raises:
-        PromptError: it doesn't, and why.
+        PromptError: it doesn't, with the reason.
 
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise PromptError(
-            "--self-talk needs a chat template, and the target's tokenizer has none: give its "
-            "prompts as they are, without --self-talk."
+            "--self-talk needs a chat template, but the target's tokenizer has none: run "
+            "without --self-talk."
         )
     user_turn(
         [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}], tokenizer
@@ -73,10 +73,10 @@ def require_self_talk(tokenizer: Any) -> None:
 
 @dataclass
 class SelfTalk:
-    """A session with ``turns`` answers; the user's turns that the prompt lacks are written too.
+    """A session with ``turns`` answers; user turns beyond the prompt's are generated too.
 
-    It ends early with a truncated answer, or where the user says nothing more. An opening that was
-    cut off at `_USER_TOKENS` is answered as it is.
+    It ends early at a truncated answer or an empty user turn. An opening that was
+    truncated at `_USER_TOKENS` is answered as it is.
     """
 
     prompt: Prompt

@@ -1,10 +1,10 @@
-"""A causal LM of transformers as the heads' target: hidden states in, logits out, as vLLM does it.
+"""A transformers causal LM as the heads' target: hidden states and logits as computed by vLLM.
 
-Serving runs the backbone, final norm included, and then the LM head with its bias, a soft cap and a
-scale (vLLM, ``model_executor/layers/logits_processor.py``). The heads stand between the two, so a
-model serves as a target only if its forward pass is these two steps. That is not assumed of an
-architecture but tried when the model is loaded: whatever its code does, ``lm_head(hidden_states)``
-has to give the logits of a whole forward pass.
+Serving runs the backbone, including the final norm, then the LM head with bias, soft cap and
+scale (vLLM, ``model_executor/layers/logits_processor.py``). The heads' input is between both, so a
+model is a valid target only if its forward pass is these two steps. This is not assumed for an
+architecture but tested when the model is loaded: ``lm_head(hidden_states)`` must equal
+the logits of a whole forward pass.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PROBE_TOKENS = 8
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the largest
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative
 
 
 class TargetError(ValueError):
-    """A model that can't be the heads' target; the message says why."""
+    """A model that can't be the heads' target; the message has the reason."""
 
 
 class Target:
     """A frozen causal LM with a plain LM head.
 
-    ``model`` is transformers' own object; adapters may be put into its layers in place. Nothing in
-    it requires gradients after construction, but nothing here is under ``no_grad``: gradients reach
+    ``model`` is transformers' own object; adapters may be added to its layers in place. Nothing in
+    it requires gradients after construction, but ``no_grad`` is not used: gradients reach
     parameters that are made trainable.
 
     Attributes:
         model: the whole model, in evaluation mode.
-        hidden_size: H, the width of what the LM head sees.
+        hidden_size: H, the width of the LM head's inputs.
         vocab_size: V, the number of the LM head's rows.
         logit_scale: the logits' factor, 1 for most models.
         soft_cap: the logits' bound c in ``c * tanh(logits / c)``, or None.
-        embedding_weight: of tokens, [>= V, H], as it is stored.
-        lm_head_weight: [V, H], without scale; the embedding itself where they are tied.
+        embedding_weight: [>= V, H], as stored.
+        lm_head_weight: [V, H], without scale; the embedding itself if they are tied.
         lm_head_bias: [V], or None.
 
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Freeze ``model`` and check that it is a backbone and an LM head.
+        """Freeze ``model`` and check that it consists of a backbone and an LM head.
 
         Raises:
-            TargetError: it has no LM head, or does more between hidden states and logits than a
+            TargetError: it has no LM head, or its logits are more than the LM head's output with a
                 bias, a soft cap and a scale.
 
         """
@@ -69,7 +69,7 @@ class Target:
         self.embedding_weight: Tensor = model.get_input_embeddings().weight
         self.backbone: Any = model.base_model
         if self.backbone is model:
-            raise TargetError(f"{name} has no backbone apart from its LM head.")
+            raise TargetError(f"{name} has no backbone separate from its LM head.")
         self.vocab_size = int(getattr(head, "out_features", 0) or head.weight.shape[0])
         self.hidden_size = int(getattr(head, "in_features", 0) or head.weight.shape[-1])
         self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None) or None
@@ -81,14 +81,14 @@ class Target:
         cls,
         source: str | Path,
         *,
-        dtype: torch.dtype = torch.float32,  # it computes in; or bfloat16 or float16
+        dtype: torch.dtype = torch.float32,  # compute dtype; or bfloat16 or float16
         device: torch.device | str = "cpu",
         quantization: str | None = None,  # "4bit" (NF4) or "8bit" weights by bitsandbytes
     ) -> Target:
-        """Load a model from a folder or by its hub name, frozen.
+        """Load a model from a folder or hub name, frozen.
 
         Raises:
-            TargetError: it can't be loaded, is not such a model, or can't be quantised here.
+            TargetError: it can't be loaded, is not a valid target, or can't be quantized here.
 
         """
         from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -112,22 +112,22 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where token ids have to be."""
+        """Device of the token ids."""
         return self.model.get_input_embeddings().weight.device
 
     @property
     def end_tokens(self) -> set[int]:
-        """Ids after which the target writes nothing."""
+        """End-of-text token ids."""
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         if ends is None:
             ends = self.model.config.get_text_config().eos_token_id
         return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
     def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """What the LM head sees, after the final norm.
+        """Inputs of the LM head, after the final norm.
 
-        Of ids int64 [B, L], shorter texts padded on the right, and a mask [B, L], 1 where there is
-        text (None: everywhere): [B, L, H] in the dtype the model computes in.
+        For ids int64 [B, L], shorter texts padded on the right, and a mask [B, L], 1 for
+        text (None: everywhere): [B, L, H] in the model's compute dtype.
         """
         return self.run(ids, attention_mask).last_hidden_state
 
@@ -162,14 +162,14 @@ class Target:
         return lm_head
 
     def shape_logits(self, logits: Tensor) -> Tensor:
-        """Apply soft cap and scale to what the LM head's matrix and bias give, any shape."""
+        """Apply soft cap and scale to the output of the LM head's matrix and bias, any shape."""
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits if self.logit_scale == 1.0 else logits * self.logit_scale
 
     @torch.no_grad()
     def _find_scale(self, config: Any) -> None:
-        """Take the scale, of those that the config may mean, with which the logits are right."""
+        """Choose the scale, among the candidates from the config, that gives the right logits."""
         count = min(_PROBE_TOKENS, self.vocab_size)
         ids = torch.linspace(0, self.vocab_size - 1, count).long()[None].to(self.device)
         whole = self.model(input_ids=ids, use_cache=False).logits.float()  # [1, n, V]
@@ -177,7 +177,7 @@ class Target:
         name = type(self.model).__name__
         if states.shape[-1] != self.hidden_size:
             raise TargetError(
-                f"{name}: the backbone gives states of {states.shape[-1]} channels, the LM head "
+                f"{name}: the backbone outputs {states.shape[-1]} channels, but the LM head "
                 f"takes {self.hidden_size}. Such a model can't be a target."
             )
         bound = _TOLERANCE.get(states.dtype, 2e-2) * max(1e-6, float(whole.abs().max()))
@@ -187,8 +187,8 @@ class Target:
             if errors[self.logit_scale] <= bound:
                 return
         raise TargetError(
-            f"{name}: the LM head applied to the final hidden states misses the model's own logits "
-            f"by {min(errors.values()):.3g} (allowed {bound:.3g}), so it computes something else "
+            f"{name}: the LM head applied to the final hidden states differs from the logits "
+            f"by {min(errors.values()):.3g} (limit {bound:.3g}), so it computes something else "
             "in between. Such a model can't be a target."
         )
 
@@ -206,7 +206,7 @@ def target_dtype(choice: str, own: torch.dtype | None, device: torch.device) -> 
 
 
 def _possible_scales(config: Any) -> list[float]:
-    """Factors of the logits that a config can mean; 1 is tried last if it names one."""
+    """Factors of the logits that a config may imply; 1 is tried last if it has one."""
     factors = [
         float(value)
         for name in ("logit_scale", "lm_head_multiplier", "logits_scaling")

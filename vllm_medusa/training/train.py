@@ -1,4 +1,4 @@
-"""Heads for a target, from options to the folder written: what all methods share."""
+"""Train heads for a target, from options to the output folder: common parts of all methods."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from vllm_medusa.training.workers import Workers
 
 @dataclass(frozen=True)
 class Trained:
-    """Heads that are trained."""
+    """The result of training."""
 
     output: Path  # their folder
-    told: dict[str, Any]  # by their config.json: settings, held-out accuracy, the target's quality
-    main: bool = True  # False in the other processes of a distributed run
+    told: dict[str, Any]  # from their config.json: settings, accuracy, the target's quality
+    main: bool = True  # False in other processes of a distributed run
 
     @property
     def degraded(self) -> bool:
-        """Whether the new target lost more quality than it may."""
+        """Whether the new target degraded beyond the bounds."""
         return bool(self.told.get("degraded"))
 
     @property
     def degradation(self) -> str:
-        """What a degraded target lost, where it is and what helps."""
+        """How a target degraded, its location and the remedy."""
         return (
             f"{'; '.join(self.told['shortfalls'])}. The model is kept in {self.model}, its heads "
-            f"in {self.output}. Use them only if you accept that; else train with a smaller "
+            f"in {self.output}. Use them only if this is acceptable; else train with a smaller "
             "--heads-weight or --backbone-rate, or on more text."
         )
 
@@ -55,11 +55,11 @@ class Trained:
 def train(
     options: TrainOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> Trained:
-    """Train heads; a run that was killed resumes, and ends with the same weights.
+    """Train heads; a killed run resumes, and ends with the same weights.
 
     Raises:
-        ValueError, OSError: what was given can't be used; nothing was made, or the run stays as it
-            was.
+        ValueError, OSError: invalid inputs; nothing was created, or the run is
+            unchanged.
         NotFiniteError: a loss or gradient was NaN or infinite; the last good state is kept.
 
     """
@@ -73,7 +73,7 @@ def train(
     check_inputs(files.output, inputs)
     workers = Workers(options.machine.device)
     try:
-        if workers.main:  # the others would look while this one makes it
+        if workers.main:  # others would check while this one creates it
             check_output(files.output)
         else:
             progress = SILENT
@@ -83,7 +83,7 @@ def train(
             if info.is_hydra:
                 raise ValueError(
                     f"--start-heads {joint.start_heads} are Hydra heads; medusa-2 trains Medusa "
-                    "heads. Give those, or leave the option out."
+                    "heads. Pass Medusa heads, or omit the option."
                 )
             shape = replace(options.heads, num_heads=info.num_heads, num_layers=info.num_layers)
             options = replace(options, heads=shape)
@@ -93,7 +93,7 @@ def train(
             write_records(files.output / "training" / "heldout.jsonl", found.heldout)
         told = read_json(files.output / "config.json")["medusa"]["training"]
         return Trained(files.output, told, workers.main)
-    except (NotFiniteError, KeyboardInterrupt) as error:  # which all processes meet
+    except (NotFiniteError, KeyboardInterrupt) as error:  # which occur in all processes
         if workers.main:
             raise
         sys.exit(error.status if isinstance(error, NotFiniteError) else 130)

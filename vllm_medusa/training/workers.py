@@ -1,4 +1,4 @@
-"""The processes of one training run: one, or several by ``accelerate launch``."""
+"""The processes of one training run: one, or several with ``accelerate launch``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
-# The others wait while one merges, measures or builds the last shard; NCCL would give up after
-# 10 minutes. A process that died is noticed by the launcher, which ends the rest.
+# Other processes wait while one merges, measures or builds the last shard; NCCL would give up after
+# 10 minutes. If a process dies, the launcher ends the others.
 PATIENCE = timedelta(days=2)
 
 
 def usable(device: str) -> torch.device:
-    """A device by its name.
+    """A device by name.
 
     Raises:
-        ValueError: torch has none of that name here.
+        ValueError: torch has no such device here.
 
     """
     found = torch.device(device)
@@ -26,33 +26,33 @@ def usable(device: str) -> torch.device:
     except (AssertionError, RuntimeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"--device {device} can't be used here ({reason}). Take cpu, or auto for a GPU if "
-            "there is one."
+            f"--device {device} can't be used here ({reason}). Use cpu, or auto for a GPU if "
+            "available."
         ) from None
     return found
 
 
 class Workers:
-    """What a process knows of the others.
+    """The current process's view of all processes.
 
     Attributes:
-        rank: this process's number; 0 is the main one, which alone writes.
-        world: how many there are.
-        device: where this process computes.
+        rank: this process's number; 0 is the main process, the only one that writes.
+        world: number of processes.
+        device: device of this process.
 
     """
 
     def __init__(self, device: str = "auto") -> None:
-        """Join the others that `accelerate launch` (or torchrun) started; usually there are none.
+        """Join the processes started by `accelerate launch` (or torchrun), if any.
 
-        ``device`` is "cpu", "cuda", "cuda:1", or "auto": a GPU for each process where there is one.
+        ``device`` is "cpu", "cuda", "cuda:1", or "auto": a GPU per process if available.
         """
         from accelerate import PartialState
 
         self._state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
         self.rank, self.world = self._state.process_index, self._state.num_processes
         chosen = self._state.device if device == "auto" or self.world > 1 else usable(device)
-        found = torch.device(chosen)  # "cpu:0" from accelerate, which no saved state can be put on
+        found = torch.device(chosen)  # accelerate's "cpu:0" can't hold saved states
         self.device = torch.device("cpu") if found.type == "cpu" else found
 
     @property
@@ -61,11 +61,11 @@ class Workers:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Return when all processes are here."""
+        """Return when all processes have called it."""
         self._state.wait_for_everyone()
 
     def add_up(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over the processes; every one gets the same."""
+        """Sum a tensor over the processes, on all of them."""
         if self.world == 1:
             return tensor
         from accelerate.utils import reduce
@@ -73,12 +73,12 @@ class Workers:
         return reduce(tensor.to(self.device), "sum")
 
     def share_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum gradients over the processes, all in one message."""
+        """Sum gradients over the processes, in one message."""
         if self.world == 1:
             return
         parameters = list(parameters)
         for parameter in parameters:
-            if parameter.grad is None:  # a process that had nothing to do in this step
+            if parameter.grad is None:  # a process without work in this step
                 parameter.grad = torch.zeros_like(parameter)
         grads = [p.grad for p in parameters if p.grad is not None]
         flat = self.add_up(torch.cat([grad.flatten() for grad in grads]))

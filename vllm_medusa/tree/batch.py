@@ -1,7 +1,7 @@
 """Trees as tensors: one static tree on a device, and the ragged trees of a batch of requests.
 
-N is the number of nodes, root included, to which every request is padded; B the requests; W the
-64-bit words of an ancestor row.
+N is the number of nodes, root included, to which every request is padded; B is the number of
+requests, W the number of 64-bit words of an ancestor row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vllm_medusa.tree.topology import TokenTree
 class TreeTensors:
     """One static tree on one device, built once: drafted whole, or the pool of dynamic trees.
 
-    A pool has more nodes than a request verifies. A step scores them all by their survival and
-    takes the best (EAGLE-2, https://arxiv.org/abs/2406.16858, section 4.1, on Medusa's marginals).
+    A pool has more nodes than a request verifies. A step scores all of them by survival and
+    uses the best (EAGLE-2, https://arxiv.org/abs/2406.16858, section 4.1, on Medusa's marginals).
     """
 
     parents: Tensor  # int64 [N], -1 for the root
@@ -28,8 +28,8 @@ class TreeTensors:
     ranks: Tensor  # int64 [N], 0 for the root
     ancestor_bits: Tensor  # int64 [N, W]
     ancestors: Tensor  # bool [N, N], self included
-    choices: Tensor  # int64 [D, N]: where in [D * width] choices a path's d-th one is, or -1
-    places: Tensor  # int64 [N]: where in them the node's own is; 0 for the root
+    choices: Tensor  # int64 [D, N]: index in [D * width] choices of a path's d-th choice, or -1
+    places: Tensor  # int64 [N]: index of the node's own choice; 0 for the root
     max_depth: int
     head_widths: tuple[int, ...]  # [max_depth]
 
@@ -66,14 +66,14 @@ class TreeTensors:
 
     @property
     def width(self) -> int:
-        """Number of choices used of each head."""
+        """Number of choices per head."""
         return max(self.head_widths, default=0)
 
     def survival(self, log_confidence: Tensor) -> Tensor:
         """Log-survival of every node: float32 [B, <= D, width], all <= 0, -> float32 [B, N].
 
-        Terms are added from the root on, so that a child is never above its parent, not even by
-        rounding. -inf: a choice that can't be right, or one deeper than there are confidences.
+        Terms are added from the root down, so that a child is never above its parent, not even by
+        rounding. -inf: a choice that can't be right, or one deeper than the confidences.
         """
         depth = log_confidence.shape[1]
         flat = torch.nn.functional.pad(log_confidence.flatten(1), (0, 1))  # a 0 at index -1
@@ -89,7 +89,7 @@ class TreeTensors:
         return TreeBatch.from_static(self.prefix(width), num_nodes)
 
     def prefix(self, num_nodes: int) -> TreeTensors:
-        """The first ``num_nodes`` nodes, as views; `max_depth` and the widths stay as bounds."""
+        """The first ``num_nodes`` nodes, as views; `max_depth` and widths remain upper bounds."""
         if num_nodes == self.num_nodes:
             return self
         return replace(
@@ -108,21 +108,21 @@ class TreeTensors:
 class TreeBatch:
     """The trees of B requests, padded to N nodes each.
 
-    Only the first ``num_nodes[b]`` nodes of request b exist. What a padding node holds is
-    unspecified: mask with `valid`. Nodes are parents first, so an existing node never has a
-    padding node among its ancestors.
+    Only the first ``num_nodes[b]`` nodes of request b exist. Values of padding nodes are
+    unspecified: mask with `valid`. Nodes are parents first, so padding is never an ancestor of an
+    existing node.
     """
 
-    num_nodes: Tensor  # integer [B], root included; 1 = nothing drafted
+    num_nodes: Tensor  # integer [B], root included; 1: no drafts
     parents: Tensor  # int64 [B, N], -1 for the root
     depths: Tensor  # int64 [B, N]
     ancestor_bits: Tensor  # int64 [B, N, W]
     ancestors: Tensor  # bool [B, N, N], self included
-    max_depth: int  # bound of every depth, known on the host
+    max_depth: int  # upper bound of depths, known on the host
 
     @classmethod
     def from_static(cls, tensors: TreeTensors, num_nodes: Tensor) -> TreeBatch:
-        """Give every request the first ``num_nodes[b]`` nodes of one tree: views, no copies.
+        """Give every request the first ``num_nodes[b]`` nodes of one tree, as views.
 
         ``num_nodes`` is an integer tensor [B] with values from 1 to ``tensors.num_nodes``.
         """
@@ -138,13 +138,13 @@ class TreeBatch:
 
     @classmethod
     def from_parents(cls, parents: Tensor, num_nodes: Tensor, max_depth: int) -> TreeBatch:
-        """Every request's own tree.
+        """A separate tree per request.
 
         Args:
-            parents: int64 [B, N], before their children; -1 for the root. Padding has any parent
+            parents: int64 [B, N], parents first; -1 for the root. Padding may have any parent
                 before it.
-            num_nodes: integer [B], how many nodes exist.
-            max_depth: Bound of every depth.
+            num_nodes: integer [B], number of existing nodes.
+            max_depth: Upper bound of depths.
 
         """
         ancestors = dense_ancestors(parents, max_depth)  # [B, N, N]
@@ -170,7 +170,7 @@ class TreeBatch:
         )
 
     def select(self, requests: Tensor) -> TreeBatch:
-        """The trees of ``requests`` (int64 [Q]) as a batch of their own, still N wide."""
+        """The trees of ``requests`` (int64 [Q]) as a separate batch, still N wide."""
         return replace(
             self,
             num_nodes=self.num_nodes[requests],
@@ -189,7 +189,7 @@ class TreeBatch:
             requests: int64 [Q].
             parents: int64 [Q, N] of their nodes, -1 for the root and padding.
             num_nodes: integer [Q].
-            max_depth: Bound of their depths, if they may be deeper than the batch's `max_depth`.
+            max_depth: Upper bound of their depths, if it may exceed the batch's `max_depth`.
 
         """
         ancestors = dense_ancestors(parents)  # [Q, N, N]
@@ -215,7 +215,7 @@ class TreeBatch:
 
     @property
     def valid(self) -> Tensor:
-        """Bool [B, N]: the node exists, it is not padding."""
+        """Bool [B, N]: whether the node exists or is padding."""
         nodes = torch.arange(self.max_nodes, device=self.num_nodes.device)
         return nodes < self.num_nodes.unsqueeze(1)
 

@@ -1,6 +1,6 @@
-"""Drafted trees: the one record of a batch's drafts, from the drafter to the sampler.
+"""Drafted trees: the single record of a batch's drafts, from the drafter to the sampler.
 
-A node's log-survival is the sum of the log-confidences down its path, in float32: the estimated
+A node's log-survival is the sum of the log-confidences along its path, in float32: the estimated
 probability that verification accepts the node. Terms are never positive and candidates are created
 parents first, so no child ranks above its parent, and the best N candidates (ties: created first)
 are parents first and closed under parents. Every cut is then a prefix, and the best tree of its
@@ -19,29 +19,29 @@ from torch.nn.functional import pad
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
 IMPOSSIBLE = -float("inf")  # log-survival of nodes that cannot be right, and of padding
-FROM_DRAFTER, FROM_BOTH, FROM_LOOKUP = 0, 1, 2  # who proposed a node
+FROM_DRAFTER, FROM_BOTH, FROM_LOOKUP = 0, 1, 2  # origin of a node
 
 
 @dataclass(frozen=True, eq=False)
 class DraftTrees:
     """Trees of B requests, N nodes each. Nothing here waits for the device.
 
-    `best` takes nodes in order of creation; everything else expects them best first.
+    `best` takes nodes in order of creation; all other methods expect them best first.
     """
 
     token_ids: Tensor  # int64 [B, N], of the target's vocabulary; the root's is not read
-    parents: Tensor  # int64 [B, N], before their children; -1 for the root
+    parents: Tensor  # int64 [B, N], parents first; -1 for the root
     log_survival: Tensor  # float32 [B, N], <= 0, never above the parent's; 0 for the root
     source: Tensor  # int64 [B, N], `FROM_DRAFTER` etc.
 
     @classmethod
     def of(cls, token_ids: Tensor, parents: Tensor, log_survival: Tensor) -> DraftTrees:
-        """Nodes of a drafter."""
+        """Nodes from a drafter."""
         return cls(token_ids, parents, log_survival, torch.full_like(token_ids, FROM_DRAFTER))
 
     @classmethod
     def roots(cls, batch: int, num_nodes: int, device: torch.device | str) -> DraftTrees:
-        """Nothing drafted."""
+        """Roots without drafts."""
         zeros = torch.zeros(batch, num_nodes, dtype=torch.int64, device=device)
         first = torch.arange(num_nodes, device=device) == 0
         survival = torch.where(first, 0.0, IMPOSSIBLE).expand(batch, -1)
@@ -55,16 +55,16 @@ class DraftTrees:
 
     @property
     def num_nodes(self) -> Tensor:
-        """int64 [B]: nodes that can survive, root included; they are a prefix."""
+        """int64 [B]: number of nodes that can survive, root included; they are a prefix."""
         return self.log_survival.isfinite().sum(1)
 
     def best(self, num_nodes: int) -> DraftTrees:
-        """The nodes of the highest survival, best first; padded to ``num_nodes``."""
+        """The nodes of highest survival, best first; padded to ``num_nodes``."""
         order = self.log_survival.sort(dim=1, descending=True, stable=True).indices
         return self.nodes(order[:, :num_nodes]).padded(num_nodes)
 
     def nodes(self, order: Tensor) -> DraftTrees:
-        """Some nodes in another order, parents first: int64 [B, K], the root first."""
+        """Select nodes in a new order, parents first: int64 [B, K], starting with the root."""
         places = torch.arange(order.shape[1], device=order.device).expand_as(order)
         place = torch.zeros_like(self.parents).scatter_(1, order, places)
         parents = place.gather(1, self.parents.gather(1, order).clamp_min(0))
@@ -95,7 +95,7 @@ class DraftTrees:
         return replace(self, log_survival=self.log_survival.masked_fill(nodes > limit, IMPOSSIBLE))
 
     def topology(self, max_depth: int) -> TreeBatch:
-        """The trees without their tokens; ``max_depth`` bounds every depth."""
+        """The trees without their tokens; ``max_depth`` is an upper bound of depths."""
         return TreeBatch.from_parents(self.parents, self.num_nodes, max_depth)
 
 

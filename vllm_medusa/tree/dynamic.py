@@ -21,10 +21,10 @@ _NEXT_HEAD = 0.85
 
 @dataclass(frozen=True)
 class Beam:
-    """The beam of a branching drafter, in place of a pool; see `build_tree`."""
+    """The beam of a branching drafter, used instead of a pool; see `build_tree`."""
 
     width: int  # k, nodes expanded per level
-    choices: int  # K, of each node that is expanded
+    choices: int  # K, per expanded node
     depth: int  # levels
 
     @property
@@ -42,26 +42,26 @@ class Beam:
         return 1 if level == 0 else min(self.width, self.choices * self.width_at(level - 1))
 
     def within(self, num_drafts: int) -> Beam:
-        """The part of it that can hold the best ``num_drafts`` drafts."""
+        """The part that can contain the best ``num_drafts`` drafts."""
         return Beam(*(min(each, num_drafts) for each in (self.width, self.choices, self.depth)))
 
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """Used in place of a static `TokenTree`: each request drafts the best part of `pool`."""
+    """Used instead of a static `TokenTree`: each request drafts the best part of `pool`."""
 
-    pool: TokenTree | Beam  # without a path: there is no drafter
+    pool: TokenTree | Beam  # empty: there is no drafter
     num_nodes: int  # max verified nodes per request, root included
     sharpness: tuple[float, ...] | None = None  # factor on each head's logits; None: 1
 
     @property
     def num_draft_tokens(self) -> int:
-        """Max nodes to propose: all but the root."""
+        """Max nodes to propose, without the root."""
         return self.num_nodes - 1
 
     @property
     def max_depth(self) -> int:
-        """Heads that the pool uses."""
+        """Number of heads that the pool uses."""
         return self.pool.max_depth
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class DynamicTree:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> DynamicTree:
-        """Read what `to_dict` made."""
+        """Read the output of `to_dict`."""
         sharpness, pool = plain["sharpness"], plain["pool"]
         return cls(
             Beam(**pool) if isinstance(pool, dict) else TokenTree(tuple(map(tuple, pool))),
@@ -84,7 +84,7 @@ class DynamicTree:
 
 
 def widest_pool(num_heads: int, num_ranks: int, num_nodes: int = MAX_NODES) -> TokenTree:
-    """The pool for heads: the ``num_nodes - 1`` likeliest paths, best first.
+    """The pool for heads: the ``num_nodes - 1`` most probable paths, best first.
 
     Args:
         num_heads: Max levels.

@@ -20,7 +20,7 @@ FORMS = (
 
 _READERS: dict[str, Callable[[Any], TokenTree]] = {
     "paths": TokenTree.from_paths,
-    "tree": TokenTree.from_paths,  # other tools' name of the paths
+    "tree": TokenTree.from_paths,  # name used by other tools
     "dense": TokenTree.dense,
     "chain": TokenTree.chain,
     "preset": load_preset,
@@ -29,12 +29,12 @@ _NOTE = "source"  # origin of a tree file; allowed, not read
 
 
 def read_tree(value: TreeValue) -> TokenTree:
-    """Read any of `FORMS`, also as a JSON text such as ``'{"chain": 4}'``.
+    """Read any of `FORMS`, also as a JSON string such as ``'{"chain": 4}'``.
 
-    A file holds a list of paths or one of the dicts, which may have a ``"source"`` note.
+    A file has a list of paths or one of the dicts, which may have a ``"source"`` note.
 
     Raises:
-        TreeError: None of the forms, no such preset, no readable file, no JSON, or no tree.
+        TreeError: None of the forms, no such preset, unreadable file, invalid JSON, or not a tree.
 
     """
     match value:
@@ -48,23 +48,23 @@ def read_tree(value: TreeValue) -> TokenTree:
             return _from_file(Path(value))
         case str():
             raise TreeError(
-                f"No preset is named {shown(value)} and no file is there"
+                f"There is no preset or file {shown(value)}"
                 f"{did_you_mean(value, preset_names())}. Presets: {', '.join(preset_names())}. "
-                f"Give {FORMS}."
+                f"Use {FORMS}."
             )
         case list() | tuple():
             return TokenTree.from_paths(value)
         case Mapping():
             return _from_mapping(value)
-    raise TreeError(f"The tree is {shown(value)}; give {FORMS}.")
+    raise TreeError(f"The tree is {shown(value)}; use {FORMS}.")
 
 
 def shown(value: object, limit: int = 120) -> str:
-    """A value's repr for a message, cut to ``limit`` characters; never raises."""
+    """A value's repr for a message, truncated to ``limit`` characters; never raises."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an int of too many digits; too many levels
-        return f"of type {type(value).__name__}, too large to be printed"
+    except (ValueError, RecursionError):  # too many digits or levels
+        return f"of type {type(value).__name__}, too large to print"
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
@@ -84,8 +84,8 @@ def _from_mapping(value: Mapping[str, Any]) -> TokenTree:
             )
     forms = [key for key in value if key != _NOTE]
     if len(forms) != 1:
-        found = " and ".join(forms) or "no form of a tree"
-        raise TreeError(f"The tree's dict holds {found}; give exactly one of {list(_READERS)}.")
+        found = " and ".join(forms) or "no tree"
+        raise TreeError(f"The tree's dict has {found}; use exactly one of {list(_READERS)}.")
     return _READERS[forms[0]](value[forms[0]])
 
 
@@ -93,7 +93,7 @@ def _from_file(path: Path) -> TokenTree:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TreeError(f"{str(path)!r} can't be read ({error}); give {FORMS}.") from None
+        raise TreeError(f"{str(path)!r} can't be read ({error}); use {FORMS}.") from None
     try:
         return _from_json(text)
     except TreeError as error:
@@ -104,9 +104,9 @@ def _from_json(text: str) -> TokenTree:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise TreeError(f"The text is not JSON ({error}); give {FORMS}.") from None
+        raise TreeError(f"The text is not JSON ({error}); use {FORMS}.") from None
     if not isinstance(value, list | dict):
         raise TreeError(
-            f"The JSON holds {shown(value)}; give a list of paths or a dict, as in {FORMS}."
+            f"The JSON is {shown(value)}; use a list of paths or a dict, as in {FORMS}."
         )
     return read_tree(value)

@@ -2,8 +2,8 @@
 
     bit j of row i is set  <=>  node i attends node j  <=>  j is i or an ancestor of i
 
-Bit j lives in word ``j // 64`` at position ``j % 64`` (little-endian). For the tree with paths
-``(0,) (1,) (0, 0)``, that is parents ``-1 0 0 1``:
+Bit j is in word ``j // 64`` at position ``j % 64`` (little-endian). For the tree with paths
+``(0,) (1,) (0, 0)``, whose parents are ``-1 0 0 1``:
 
     node   attends    dense row   word
     0      0          1 0 0 0     0b0001 = 1
@@ -11,7 +11,7 @@ Bit j lives in word ``j // 64`` at position ``j % 64`` (little-endian). For the 
     2      0 2        1 0 1 0     0b0101 = 5
     3      0 1 3      1 1 0 1     0b1011 = 11
 
-Words are int64, so a word whose bit 63 is set is negative. Nothing here waits for the device.
+Words are int64, so a word with bit 63 set is negative. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def unpack_ancestors(bits: Tensor, num_nodes: int) -> Tensor:
 def dense_ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
     """Ancestor matrix bool [..., N, N] of ``parents`` int64 [..., N], self included.
 
-    A node without a parent (-1), be it the root or padding, attends only itself. Each round doubles
-    the distance covered: a node's set grows by the set of the node where its own set ends. A known
+    A node without a parent (-1), the root or padding, attends only to itself. Each round doubles
+    the distance covered: a node's set is extended by the set of its furthest ancestor. A known
     ``max_depth`` saves rounds.
     """
     n = parents.shape[-1]

@@ -1,4 +1,4 @@
-"""Published trees by name, kept as data in ``presets/*.json`` with their source; the default."""
+"""Published trees by name, stored in ``presets/*.json`` with their source; the default tree."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DEFAULT_TREE = TokenTree.from_paths(
         *[(0, 2), (3,), (0, 3), (4,), (2, 0), (0, 0, 1), (0, 0, 0, 0)],
     )
 )
-"""The default tree of heads without one: 14 draft nodes, which are cheap to verify.
+"""The default tree for heads without one: 14 draft nodes, which are cheap to verify.
 
-The first 13 nodes, best first, are the ones that the published trees agree on: they have the least
-mean position over all presets. The last one puts the best choice of a fourth head to use.
+The first 13 nodes, best first, are those on which the published trees agree: they have the lowest
+mean position over all presets. The last one uses the best choice of a fourth head.
 """
 
 
@@ -36,6 +36,6 @@ def load_preset(name: str) -> TokenTree:
 
     """
     if name not in preset_names():
-        raise TreeError(f"No preset is named {name!r}; presets: {', '.join(preset_names())}.")
+        raise TreeError(f"There is no preset {name!r}; presets: {', '.join(preset_names())}.")
     file = resources.files("vllm_medusa.tree") / "presets" / f"{name}.json"
     return TokenTree.from_paths(json.loads(file.read_text(encoding="utf-8"))["paths"])

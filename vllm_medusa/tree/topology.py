@@ -1,12 +1,12 @@
 r"""The shape of a draft tree: the head and rank of each node.
 
-A *path* lists, head by head, the rank of the prediction taken: ``(0, 2)`` is the third choice of
+A *path* lists, head by head, the rank of the chosen prediction: ``(0, 2)`` is the third choice of
 head 1 under the first choice of head 0. The root is node 0, the last sampled token, with the empty
 path; it is not a draft and never listed. Draft node ``i`` (from 1) has ``paths[i - 1]``.
 
 Stored paths are *parents first*: a node's parent has a smaller index. Hence the first ``n`` nodes
-of any tree are a tree again, which is what lets a scheduler cut a draft anywhere; listed best
-first, what remains after the cut is also the best part.
+of any tree are a tree again, which allows a scheduler to truncate a draft anywhere; listed best
+first, the rest is also the best part.
 
     paths (0,) (1,) (0, 0)          0          node 0: the root
                                    / \
@@ -30,7 +30,7 @@ Path = tuple[int, ...]
 
 
 class TreeError(ValueError):
-    """An invalid tree; the message has the path, what is allowed and the remedy."""
+    """An invalid tree; the message has the path, the allowed values and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class TokenTree:
     def from_paths(cls, paths: Iterable[Iterable[SupportsIndex]]) -> TokenTree:
         """Build a tree from draft paths in any order.
 
-        The order given is kept, except that a path listed before its parent moves to right
-        behind that parent.
+        The order is kept, except that a path listed before its parent moves directly
+        after it.
 
         Raises:
-            TreeError: No path, an empty path, a rank that is no integer >= 0, a path listed twice,
+            TreeError: No path, an empty path, a rank that is not an integer >= 0, a duplicate path,
                 a path whose parent is missing, or more than `MAX_NODES` nodes.
 
         """
@@ -62,8 +62,8 @@ class TokenTree:
         listed = tuple(starmap(_as_path, enumerate(_entries(paths, remedy))))
         if not listed:
             raise TreeError(
-                "The tree has no path, so it would draft nothing; give at least [[0]], "
-                "or switch speculation off."
+                "The tree has no path, so it would draft nothing; use at least [[0]], "
+                "or disable speculation."
             )
         return cls(tuple(_parents_first(listed)))
 
@@ -100,7 +100,7 @@ class TokenTree:
         """Chain of the best choice of each of the first ``depth`` heads.
 
         Raises:
-            TreeError: A depth below 1 or of `MAX_NODES` and more.
+            TreeError: A depth below 1, or `MAX_NODES` or more.
 
         """
         if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth < MAX_NODES:
@@ -131,17 +131,17 @@ class TokenTree:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Nodes to propose: all but the root."""
+        """Number of nodes to propose, without the root."""
         return len(self.paths)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes to score: the root included."""
+        """Number of nodes to score, including the root."""
         return len(self.paths) + 1
 
     @cached_property
     def max_depth(self) -> int:
-        """Depth of the deepest node, which is the number of heads used; 0 for a lone root."""
+        """Depth of the deepest node, the number of heads used; 0 for only a root."""
         return max((len(path) for path in self.paths), default=0)
 
     @cached_property
@@ -180,12 +180,12 @@ def _as_path(position: int, path: object) -> Path:
     remedy = "a path is a list of ranks from 0, one for each head from the first, such as [0, 2]."
     ranks = _entries(path, f"{where}; {remedy}")
     if any(isinstance(rank, bool) or not isinstance(rank, SupportsIndex) for rank in ranks):
-        raise TreeError(f"{where}, which holds something that is no integer; {remedy}")
+        raise TreeError(f"{where}, which contains a non-integer; {remedy}")
     return tuple(map(operator.index, ranks))  # type: ignore[arg-type]
 
 
 def _as_widths(widths: object) -> tuple[int, ...]:
-    remedy = "give one integer from 1 for each head, such as [4, 3, 2]."
+    remedy = "use one integer >= 1 per head, such as [4, 3, 2]."
     listed = _entries(widths, f"The widths of a dense tree are {widths!r}; {remedy}")
     if not listed:
         raise TreeError(f"A dense tree without widths would draft nothing; {remedy}")
@@ -196,7 +196,7 @@ def _as_widths(widths: object) -> tuple[int, ...]:
 
 
 def _parents_first(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the paths in order, each early child right behind its parent, orphans last."""
+    """Yield the paths in order, each early child directly after its parent, orphans last."""
     waiting: dict[Path, list[Path]] = {}
     seen: set[Path] = {()}
     for path in paths:
@@ -217,14 +217,14 @@ def _validate(paths: Sequence[Path]) -> None:
     if len(paths) + 1 > MAX_NODES:
         raise TreeError(
             f"The tree has {len(paths) + 1} nodes, root included; at most {MAX_NODES} are allowed. "
-            "Keep its best paths."
+            "Keep only the best paths."
         )
     everything = set(paths)
     seen: set[Path] = {()}
     for position, path in enumerate(paths):
         if not path:
             raise TreeError(
-                f"Path {position} of the tree is empty; the root is always there and is not "
+                f"Path {position} of the tree is empty; the root is implicit and not "
                 "listed. Remove the empty path."
             )
         if min(path) < 0:

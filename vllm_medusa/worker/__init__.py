@@ -1,4 +1,4 @@
-"""The code that reaches into vLLM: hooks, checks and the runner adapters.
+"""The code that depends on vLLM's internals: hooks, checks and the runner adapters.
 
 Elsewhere only `plugin`, `offline` and `cli.serve` import vLLM, through its public interface.
 """

@@ -1,4 +1,4 @@
-"""Start-up checks that refuse combinations which would be silently wrong."""
+"""Start-up checks that refuse combinations which would give wrong results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_engine(vllm_config: Any) -> None:
     """Refuse unsupported configurations; called on the finished config, before weights load.
 
     Raises:
-        MedusaConfigError: Naming every reason, not only the first.
+        MedusaConfigError: With all reasons, not only the first.
 
     """
     options = EngineOptions.of(vllm_config)
@@ -49,16 +49,16 @@ def check_layers(layers: Mapping[str, Any], kv_cache_config: Any) -> None:
         kv_cache_config: vLLM's; the layers of its groups are checked.
 
     Raises:
-        MedusaConfigError: Naming the first such layer and its backend.
+        MedusaConfigError: With the first such layer and its backend.
 
     """
     for name in (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names):
         backend = layers[name].get_attn_backend()
-        if "step" not in vars(backend.get_builder_cls()):  # where a step's trees are handed over
+        if "step" not in vars(backend.get_builder_cls()):  # receives a step's trees
             raise MedusaConfigError(
-                f"The attention of {name} is {backend.__name__}, which the model chooses itself "
-                "and which knows no trees: it would take a tree's nodes for a chain. Leave "
-                "method='medusa' out."
+                f"The attention of {name} is {backend.__name__}, which the model selects itself "
+                "and which does not support trees: it would treat a tree's nodes as a chain. Omit "
+                "method='medusa'."
             )
 
 
@@ -70,7 +70,7 @@ def _unsupported(config: Any) -> Iterator[str]:
             "known on the last stage only. Use 1 (tensor parallelism works across ranks)."
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        yield "context parallelism splits the KV cache, which tree attention reads whole. Use 1."
+        yield "context parallelism splits the KV cache, but tree attention needs all of it. Use 1."
     if config.kv_transfer_config is not None:
         yield (
             "a KV connector (kv_transfer_config) would save blocks before the accepted path is "
@@ -79,24 +79,24 @@ def _unsupported(config: Any) -> Iterator[str]:
     if config.ec_transfer_config is not None:
         yield "an encoder-cache connector (ec_transfer_config) is untested. Remove it."
     if model.use_mla:
-        yield f"{model.model} uses MLA, whose latent KV cache has no tree attention."
+        yield f"{model.model} uses MLA, whose latent KV cache tree attention does not support."
     elif model.is_hybrid or model.is_attention_free or model.has_inner_state:
         yield (
             f"{model.model} keeps recurrent state (hybrid or state-space layers), which can not "
             "be rolled back to the accepted path."
         )
     if model.is_encoder_decoder:
-        yield f"{model.model} is an encoder-decoder model, whose cross-attention knows no trees."
+        yield f"{model.model} is an encoder-decoder model, whose cross-attention can't use trees."
     if model.runner_type != "generate":
         yield f"the runner is {model.runner_type!r}; speculation needs a generative model."
     if getattr(model, "uses_xdrope_dim", 0):
-        yield f"{model.model} uses XD-RoPE, whose positions trees do not set."
+        yield f"{model.model} uses XD-RoPE, whose positions are not supported with trees."
     if model.is_mm_prefix_lm:
-        yield f"{model.model} attends to images in both directions, which trees do not do yet."
+        yield f"{model.model} attends to images bidirectionally, which trees do not support yet."
     if model.attention_chunk_size is not None:
         yield (
             f"{model.model} attends in chunks of {model.attention_chunk_size} tokens "
-            "(attention_chunk_size), which tree attention cannot read. Leave method='medusa' out."
+            "(attention_chunk_size), which tree attention does not support. Omit method='medusa'."
         )
     readable = ["auto", "bfloat16", "float16"]
     readable += ["fp8", "fp8_e4m3"] if compat.on_cuda() else ["float32"]
@@ -106,14 +106,14 @@ def _unsupported(config: Any) -> Iterator[str]:
             f"{', '.join(readable)}."
         )
     if cache.kv_sharing_fast_prefill:
-        yield "kv_sharing_fast_prefill skips rows that a tree needs. Switch it off."
+        yield "kv_sharing_fast_prefill skips rows that a tree needs. Disable it."
 
 
 def _unsupported_on_v1(config: Any) -> Iterator[str]:
     if config.use_v2_model_runner:
         yield (
-            "a feature asks for vLLM's V2 model runner after V1 was chosen. Set "
-            "VLLM_USE_V2_MODEL_RUNNER=1, or leave the feature out."
+            "a feature requires vLLM's V2 model runner, but V1 was selected. Set "
+            "VLLM_USE_V2_MODEL_RUNNER=1, or omit the feature."
         )
     if config.scheduler_config.async_scheduling:
         yield ASYNC_ON_V1
@@ -126,38 +126,38 @@ def _unsupported_on_v2(config: Any) -> Iterator[str]:
         chosen = scheduler.scheduler_cls
         if chosen != EITHER_SCHEDULER and not compat.derives_from(chosen, ASYNC_SCHEDULER):
             yield (
-                f"scheduler_cls is {chosen!r}, which has no budget where scheduling is "
-                f"asynchronous. Leave scheduler_cls out, derive yours from {ASYNC_SCHEDULER}, or "
-                "switch it off (--no-async-scheduling)."
+                f"scheduler_cls is {chosen!r}, which has no budget with asynchronous "
+                f"scheduling. Omit scheduler_cls, derive yours from {ASYNC_SCHEDULER}, or "
+                "disable it (--no-async-scheduling)."
             )
     if not config.use_v2_model_runner:
         yield (
-            "vLLM fell back to its V1 model runner after V2 was chosen. Set "
-            "VLLM_USE_V2_MODEL_RUNNER=0, or leave out what made it fall back."
+            "vLLM fell back to its V1 model runner after V2 was selected. Set "
+            "VLLM_USE_V2_MODEL_RUNNER=0, or omit the feature that caused this."
         )
     if model.uses_mrope:
         yield (
             f"{model.model} uses multi-dimensional RoPE, whose positions vLLM's V2 model runner "
-            "keeps to itself. Set VLLM_USE_V2_MODEL_RUNNER=0."
+            "does not expose. Set VLLM_USE_V2_MODEL_RUNNER=0."
         )
     if config.parallel_config.use_ubatching:
         yield (
-            "microbatches (enable_dbo) cut a step in two, but its trees are laid out as a whole. "
-            "Switch them off."
+            "microbatches (enable_dbo) split a step, but its trees are laid out as a whole. "
+            "Disable them."
         )
     if config.watermark_config is not None:
-        yield "watermarks (watermark_config) are embedded along chains only. Remove them."
+        yield "watermarks (watermark_config) are only supported along chains. Remove them."
     if model.logits_processors:
         yield "custom logits processors are not supported with speculation. Remove them."
     if config.parallel_config.enable_batch_sharded_sampling:
         yield (
             "batch-sharded sampling (enable_batch_sharded_sampling) gives each rank other requests "
-            "to verify, but all ranks need all paths. Switch it off."
+            "to verify, but all ranks need all paths. Disable it."
         )
     if model.return_sampling_mask:
-        yield "return_sampling_mask reports masks along chains only. Switch it off."
+        yield "return_sampling_mask only supports chains. Disable it."
     if model.enable_trace_replay:
-        yield "enable_trace_replay puts tokens into chains only. Switch it off."
+        yield "enable_trace_replay only supports chains. Disable it."
 
 
 def _max_tokens(config: Any) -> int:
@@ -168,13 +168,13 @@ def _max_tokens(config: Any) -> int:
 
 def _too_small(config: Any, options: EngineOptions) -> Iterator[str]:
     """Refuse steps that are too small for a static tree; warn if they may be."""
-    if options.budget is not None:  # dynamic trees leave room
+    if options.budget is not None:  # dynamic trees adapt to the available rows
         return
     nodes, tokens = options.tree.num_nodes, _max_tokens(config)
     seqs = config.scheduler_config.max_num_seqs
     if tokens < nodes:
         yield (
-            f"the tree has {nodes} nodes (root included) but a step schedules at most {tokens} "
+            f"the tree has {nodes} nodes (root included), but a step schedules at most {tokens} "
             "tokens, so no tree would ever fit. Raise max_num_batched_tokens (best: max_num_seqs "
             f"x {nodes} = {seqs * nodes}) or cap the tree with num_speculative_tokens."
         )
@@ -182,7 +182,7 @@ def _too_small(config: Any, options: EngineOptions) -> Iterator[str]:
         compat.logger.warning_once(
             f"{seqs} running requests with trees of {nodes} nodes (root included) need "
             f"{seqs * nodes} tokens per step, which schedules at most {tokens}: trees are then "
-            "cut, and new requests wait. Raise max_num_batched_tokens to "
+            "truncated, and new requests wait. Raise max_num_batched_tokens to "
             f"{seqs * nodes} or more, lower max_num_seqs to {tokens // nodes}, or cap the tree "
             "with num_speculative_tokens."
         )

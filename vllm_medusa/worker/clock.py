@@ -1,4 +1,4 @@
-"""Start and end times of steps, as seen by a scheduler."""
+"""Start and end times of steps, as measured by a scheduler."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class StepClock:
         return None if ended is None else (ended, _ms_since(ended.started))
 
     def start(self, step: Step) -> None:
-        """Take in the step that was scheduled."""
+        """Record the scheduled step."""
         self._step = step
 
     def output(self) -> Step | None:
-        """Return the step whose output came."""
+        """Return the step whose output arrived."""
         step, self._step = self._step, None
         return step
 
@@ -58,21 +58,21 @@ class StepClock:
 class PipelinedClock(StepClock):
     """Steps are scheduled ahead; a step lasts from the previous output to its own.
 
-    An output comes before the heads run, so the time is that of the heads of the step before.
+    Outputs arrive before the heads run, so the time includes the heads of the previous step.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._in_flight: deque[Step] = deque()
-        self._ended_at = 0.0  # seconds, when the last output came
-        self._heads_ran = 0  # `Step.limit` of the step whose output came last
+        self._ended_at = 0.0  # seconds, arrival of the last output
+        self._heads_ran = 0  # `Step.limit` of the step of the last output
 
     def start(self, step: Step) -> None:
-        """Take in the step that was scheduled."""
+        """Record the scheduled step."""
         self._in_flight.append(step)
 
     def output(self) -> Step | None:
-        """Return the step whose output came."""
+        """Return the step whose output arrived."""
         return self._in_flight.popleft()
 
     def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.heads import Linear
 
-logger = init_logger("vllm.medusa")  # below vLLM's own, whose handlers are not on other names
+logger = init_logger("vllm.medusa")  # a child of vLLM's logger, to use its handlers
 
 
 def refuse_unsupported_platform(on_v2: bool) -> None:
@@ -24,13 +24,12 @@ def refuse_unsupported_platform(on_v2: bool) -> None:
     if not current_platform.is_cuda():
         raise MedusaConfigError(
             "Medusa trees run on vLLM's CPU and CUDA platforms; this is "
-            f"{current_platform.device_name!r}. Leave method='medusa' out."
+            f"{current_platform.device_name!r}. Omit method='medusa'."
         )
     if not on_v2:
         raise MedusaConfigError(
-            "On CUDA, Medusa trees run on vLLM's V2 model runner, but this configuration takes V1. "
-            "Unset VLLM_USE_V2_MODEL_RUNNER or set it to 1, and leave microbatching (enable_dbo) "
-            "out."
+            "On CUDA, Medusa trees run on vLLM's V2 model runner, but this configuration uses V1. "
+            "Unset VLLM_USE_V2_MODEL_RUNNER or set it to 1, and disable microbatching (enable_dbo)."
         )
 
 
@@ -49,13 +48,13 @@ def on_cpu() -> bool:
 
 
 def uses_v2_runner(parallel_config: Any) -> bool:
-    """Whether vLLM will run its V2 model runner, by vLLM's own rule.
+    """Whether vLLM will use its V2 model runner, by vLLM's own rule.
 
-    vLLM's config, which decides it, does not exist yet when a speculative config is made for one
-    or the other; `checks` compares the two.
+    The vLLM config that decides this does not exist yet when a speculative config is created for
+    one of them; `checks` compares the two.
 
     Raises:
-        MedusaConfigError: It was asked for and can not run; vLLM's own error says less.
+        MedusaConfigError: It was requested but can't run; vLLM's own error has less information.
 
     """
     from vllm import envs
@@ -64,8 +63,8 @@ def uses_v2_runner(parallel_config: Any) -> bool:
     asked: bool | None = envs.VLLM_USE_V2_MODEL_RUNNER
     if asked and not HAS_TRITON:
         raise MedusaConfigError(
-            "VLLM_USE_V2_MODEL_RUNNER=1 asks for vLLM's V2 model runner, which needs Triton, and "
-            "this machine has none that vLLM can use. Unset it to get the V1 runner, or install a "
+            "VLLM_USE_V2_MODEL_RUNNER=1 requests vLLM's V2 model runner, which needs Triton, but "
+            "vLLM found no usable Triton here. Unset it to use the V1 runner, or install a "
             "Triton with a backend for this device."
         )
     if asked is not None:
@@ -85,16 +84,16 @@ def derives_from(worker_cls: Any, base: str) -> bool:
 
 
 def forget_attention_backends() -> None:
-    """Drop vLLM's cache of chosen backends: an engine built earlier in this process filled it."""
+    """Clear vLLM's cache of selected backends, which may be from an earlier engine."""
     from vllm.v1.attention import selector
 
     selector._cached_get_attn_backend.cache_clear()
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The product vLLM's CPU layers use (oneDNN, weight [O, I] packed once), else torch's.
+    """The product in vLLM's CPU layers (oneDNN, weight [O, I] packed once), or torch's.
 
-    As in vLLM, torch's too where oneDNN has no such product: bf16 and fp16 without AVX-512.
+    As in vLLM, torch's is used if oneDNN has no such product: bf16 and fp16 without AVX-512.
     """
     from vllm import _custom_ops as ops
 

@@ -37,7 +37,7 @@ from vllm_medusa.tree.batch import TreeBatch
 
 @dataclass
 class TreeMetadata(CPUAttentionMetadata):
-    """vLLM's metadata of a step in which some request verifies a tree that branches.
+    """vLLM's metadata of a step in which some request verifies a tree with branches.
 
     ``plain`` is vLLM's own metadata of the other requests, whose token rows are ``plain_rows``.
     """
@@ -75,7 +75,7 @@ class BranchMetadata(TreeMetadata):
 
 
 class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Splits a step into trees and the rest; the runner sets `step` around the build."""
+    """Splits a step into trees and the rest; the runner sets `step` during the build."""
 
     step: TreeStep | None = None
 
@@ -177,10 +177,10 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         super().__init__(*args, **kwargs)
         if self.alibi_slopes is not None:
             raise NotImplementedError(
-                "This model uses ALiBi, which tree attention does not support. Leave "
-                "method='medusa' out."
+                "This model uses ALiBi, which tree attention does not support. Omit "
+                "method='medusa'."
             )
-        kernel()  # fail at start-up if there is no compiler
+        kernel()  # fail at start-up without a compiler
 
     def forward(
         self,
@@ -194,7 +194,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend: query [T, Hq, D] over ``kv_cache``, which holds this step's keys already."""
+        """Attend: query [T, Hq, D] over ``kv_cache``, which already holds this step's keys."""
         if not isinstance(attn_metadata, TreeMetadata):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output,
@@ -224,7 +224,7 @@ def kernel_truncates() -> bool:
     """Whether vLLM's CPU kernel truncates bf16 results instead of rounding to nearest.
 
     Its builds for CPUs without bf16 instructions do (csrc/cpu/cpu_types_x86.hpp, BF16Vec16). Half
-    of all outputs then differ from rounded ones in the last bit, so trees have to do it too.
+    of all outputs then differ from rounded ones in the last bit, so trees must do the same.
     """
     length, size, block = 3, 32, 32  # tokens of equal weight: the result is their mean
     values = torch.tensor([1.0, 1 + 2**-7, 1 + 2**-7]).bfloat16().view(length, 1, 1)

@@ -1,8 +1,8 @@
 """vLLM's Triton attention backend with trees: steps that verify trees use our kernel only.
 
 A step without trees runs exactly vLLM's own path. In a step with trees our kernel attends
-for all requests, since it mixes trees, plain decodes and prefill; keys and values are written by
-vLLM in either case, and the layout of the cache is vLLM's. `cuda_metadata` prepares a step.
+for all requests, because it supports mixed trees, plain decodes and prefill; vLLM writes keys
+and values in both cases, in its own cache layout. `cuda_metadata` prepares a step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TreeAttentionBackend(TritonAttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Both kernels' sizes."""
+        """The sizes that both kernels support."""
         return super().supports_head_size(head_size) and head_size <= MAX_HEAD_SIZE
 
     @classmethod
@@ -63,8 +63,8 @@ class TreeAttentionBackend(TritonAttentionBackend):
         """Decoders only."""
         return attn_type == AttentionType.DECODER
 
-    # Into how many parts the keys go depends on the batch; nodes see nothing that comes later; a
-    # window that spares the prompt, and ALiBi, are unknown to our kernel.
+    # The number of key parts depends on the batch; nodes never attend to later ones; our kernel
+    # does not support ALiBi or windows that exclude the prompt.
     supports_batch_invariance = supports_mm_prefix = classmethod(lambda cls: False)
     supports_non_causal = supports_rswa = supports_alibi_sqrt = classmethod(lambda cls: False)
 
@@ -76,7 +76,7 @@ class TreeAttentionBackend(TritonAttentionBackend):
         plain = {"float16": torch.float16, "bfloat16": torch.bfloat16}
         if plain.get(kv_cache_dtype, dtype) != dtype:
             return (
-                f"tree attention reads a cache of the model's own {dtype} or of fp8, not "
+                f"tree attention supports a cache of the model's own {dtype} or of fp8, not "
                 f"{kv_cache_dtype}"
             )
         return None
@@ -98,13 +98,13 @@ class TreeAttentionImpl(TritonAttentionImpl):
         for reason, found in reasons.items():
             if found:
                 raise NotImplementedError(
-                    f"This model uses {reason}, which tree attention does not support. Leave "
-                    "method='medusa' out."
+                    f"This model uses {reason}, which tree attention does not support. Omit "
+                    "method='medusa'."
                 )
         self.supports_quant_query_input = False  # our kernel multiplies in the model's own dtype
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """No: outputs are written in the dtype of the queries."""
+        """False: outputs are written in the dtype of the queries."""
         return False
 
     def forward(
@@ -119,7 +119,7 @@ class TreeAttentionImpl(TritonAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend: query [T, Hq, D] over ``kv_cache``, which holds this step's keys already."""
+        """Attend: query [T, Hq, D] over ``kv_cache``, which already holds this step's keys."""
         if not isinstance(attn_metadata, TreeMetadata):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output,
@@ -133,7 +133,7 @@ class TreeAttentionImpl(TritonAttentionImpl):
     def attend(
         self, layer: Any, query: Tensor, kv_cache: Tensor, batch: PagedBatch, output: Tensor
     ) -> None:
-        """Run our kernel into ``output``, like ``query`` [rows, Hq, D]."""
+        """Run our kernel into ``output``, shaped like ``query`` [rows, Hq, D]."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         k_scale = v_scale = None
         if is_quantized_kv_cache(self.kv_cache_dtype):
@@ -158,7 +158,7 @@ class TreeAttentionImpl(TritonAttentionImpl):
 def warm_up(layers: Mapping[str, Any], groups: Iterable[Any]) -> None:
     """Compile all kernels that steps of these attention groups may need.
 
-    vLLM's own warm-up and captures cover only some of them: contexts are short there, and no batch
+    vLLM's own warm-up and captures cover only some of them: their contexts are short, and no batch
     has both trees and prefill.
     """
     for group in groups:
@@ -183,24 +183,24 @@ def compact_group(
 ) -> None:
     """Move the accepted paths to contiguous slots in every layer of a KV cache group.
 
-    One launch for all layers of one form; nothing waits for the device.
+    One launch for all layers of the same shape; no host sync.
     """
     for caches in _group_caches(layers, layer_names):
         compact_layers(caches, slots, path_nodes, num_accepted)
 
 
 def _group_caches(layers: Mapping[str, Any], layer_names: list[str]) -> list[LayerCaches]:
-    """The caches of a group by their form; described once and kept by the first layer."""
+    """The caches of a group by shape; described once and stored with the first layer."""
     first = layers[layer_names[0]]
     known: tuple[Tensor, list[LayerCaches]] | None = first.impl.group_caches
-    if known is None or known[0] is not first.kv_cache:  # vLLM has bound others since
+    if known is None or known[0] is not first.kv_cache:  # vLLM has bound new ones
         caches = [layers[name].kv_cache for name in layer_names]
         known = first.impl.group_caches = (first.kv_cache, _describe(caches))
     return known[1]
 
 
 def _describe(caches: list[Tensor]) -> list[LayerCaches]:
-    """The caches [num_blocks, heads, block_size, 2 * head_size], each once, by their form."""
+    """The caches [num_blocks, heads, block_size, 2 * head_size], without duplicates, by shape."""
     forms: dict[Any, dict[int, Tensor]] = {}
     for cache in caches:
         form = cache.shape, cache.stride(), cache.dtype, cache.device

@@ -1,9 +1,9 @@
 """Capture sizes of CUDA graphs for batches of requests with whole trees.
 
-vLLM captures steps of up to 512 tokens by default, and so of 8 requests with trees of 64 nodes;
-larger ones wait for each kernel's launch. Here its sizes are kept and whole trees of more requests
-added: every count up to 16, then eight to a doubling, so that at most an eighth of a step is
-padding. From `MOST_TOKENS` on the device has enough to do to hide the launches.
+By default vLLM captures steps of up to 512 tokens, such as 8 requests with trees of 64 nodes;
+larger steps wait for each kernel launch. Here whole trees of more requests are added to its sizes:
+every count up to 16, then eight per doubling, so that at most an eighth of a step is
+padding. From `MOST_TOKENS` on, the device has enough work to hide the launches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tree_sizes(num_nodes: int, max_num_seqs: int, max_num_tokens: int) -> list[i
 def capture_more_trees(engine_args: Any, config: Any, num_nodes: int) -> None:
     """Add `tree_sizes` to the capture sizes of a finished config, unless the user set them."""
     compilation, scheduler = config.compilation_config, config.scheduler_config
-    if not compilation.cudagraph_capture_sizes:  # no graphs at all
+    if not compilation.cudagraph_capture_sizes:  # no graphs
         return
     asked = (
         chosen
@@ -45,8 +45,8 @@ def capture_more_trees(engine_args: Any, config: Any, num_nodes: int) -> None:
         compilation.max_cudagraph_capture_size = sizes[-1]
     most = min(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size // num_nodes)
     logger.info(
-        "CUDA graphs serve steps of up to %d requests with whole trees of %d nodes; larger steps "
-        "launch kernel by kernel. --max-cudagraph-capture-size (in tokens) changes this.",
+        "CUDA graphs cover steps of up to %d requests with whole trees of %d nodes; larger steps "
+        "launch kernels one by one. --max-cudagraph-capture-size (in tokens) changes this.",
         most,
         num_nodes,
     )

@@ -1,11 +1,11 @@
 """A step's metadata for the Triton attention with trees, and its persistent buffers.
 
-CUDA graphs. vLLM captures full graphs for batches in which every request has the same number of
-rows (`AttentionCGSupport.UNIFORM_BATCH`), and captures them before any tree was drafted. So
-`build_for_cudagraph_capture` builds a batch of trees wherever there may be some, whatever their
-size. All that a replay reads lies where it lay at capture: vLLM's own buffers (lengths, block
-table), the trees, and ``is_tree``, which tells whose rows are nodes; `build` writes them in place,
-in steps without trees too. A request that pads a batch has no rows.
+CUDA graphs: vLLM captures full graphs for batches in which every request has the same number of
+rows (`AttentionCGSupport.UNIFORM_BATCH`), before any tree was drafted. So
+`build_for_cudagraph_capture` builds a batch of trees of any size whenever there may be
+some. All that a replay reads stays where it was at capture: vLLM's own buffers (lengths, block
+table), the trees, and ``is_tree``, which marks requests whose rows are nodes; `build` updates
+them, also in steps without trees. A request that pads a batch has no rows.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from vllm_medusa.tree.packing import num_words
 from vllm_medusa.worker.eagle import beam_of, scratch_of
 from vllm_medusa.worker.options import EngineOptions, is_eagle, is_medusa
 
-_LENGTH_STEP = 512  # lengths are rounded up to it, so that part counts are mostly cached
+_LENGTH_STEP = 512  # lengths are rounded up to multiples, to cache most part counts
 
 
 @dataclass
 class TreeMetadata(TritonAttentionMetadata):
     """vLLM's metadata of a step in which some request verifies a tree."""
 
-    paged: PagedBatch | None = None  # never None; vLLM's own fields end with defaults
+    paged: PagedBatch | None = None  # never None; a default is required after vLLM's fields
 
 
 class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
-    """Adds the trees to vLLM's metadata; the runner sets `step` around the build."""
+    """Adds the trees to vLLM's metadata; the runner sets `step` during the build."""
 
     step: TreeStep | None = None
 
@@ -85,13 +85,13 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
     def build_branches(
         self, common: CommonAttentionMetadata, seen: Tensor, base: Tensor
     ) -> TreeMetadata:
-        """One level of a drafter's trees: ``seen`` bool [B, queries, S], behind the context."""
+        """One level of a drafter's trees: ``seen`` bool [B, queries, S], after the context."""
         plain = super().build(0, common)
         assert self._trees is not None
         return self._trees.add_branches(plain, seen)
 
     def empty_batches(self) -> Iterator[PagedBatch]:
-        """One per kernel that steps with trees need, without rows."""
+        """One batch without rows per kernel that steps with trees need."""
         return iter(()) if self._trees is None else self._trees.empty_batches()
 
     def build_for_cudagraph_capture(
@@ -145,18 +145,18 @@ def _splits(shape: _Shape, batch: int, max_query_len: int, max_seq_len: int) -> 
 class _Trees:
     """Persistent device buffers shared by all steps of one KV cache group."""
 
-    depths: Tensor  # int64 [most requests of a step, N]
-    ancestor_bits: Tensor  # int64 [most requests of a step, N, W]
-    static: bool  # one tree for all: the two are views of it
-    is_tree: Tensor  # bool [most requests of a step]
-    workspace: SplitWorkspace | None  # None: no step has its keys split
+    depths: Tensor  # int64 [max requests of a step, N]
+    ancestor_bits: Tensor  # int64 [max requests of a step, N, W]
+    static: bool  # one tree for all: these two are views of it
+    is_tree: Tensor  # bool [max requests of a step]
+    workspace: SplitWorkspace | None  # None: keys are never split
     shape: _Shape
-    beam: Beam | None  # of a drafter that attends over branches of its own
+    beam: Beam | None  # of a drafter that attends over its own branches
     branches: PagedBranches | None
 
     @classmethod
     def of(cls, vllm_config: Any, spec: Any, num_heads: int, device: torch.device) -> _Trees:
-        """Make the buffers; the workspace is as large as the largest step of whole trees needs."""
+        """Create the buffers; the workspace fits the largest step of whole trees."""
         tree = EngineOptions.of(vllm_config).tree
         scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
         shape = _Shape(
@@ -168,7 +168,7 @@ class _Trees:
             if splits > 1:
                 most = max(most, batch * tree.num_nodes * num_heads * splits)
         workspace = SplitWorkspace.allocate(most, spec.head_size, device) if most else None
-        with torch.inference_mode(False):  # else only inference mode could write to it
+        with torch.inference_mode(False):  # otherwise writable only in inference mode
             is_tree = torch.zeros(scheduler.max_num_seqs, dtype=torch.bool, device=device)
             if static := isinstance(tree, TokenTree):
                 tensors = TreeTensors.from_tree(tree, device)
@@ -191,13 +191,13 @@ class _Trees:
 
     @property
     def group(self) -> int:
-        """Query heads of one key head: rows of the kernel for each row of a request."""
+        """Query heads per key head: rows of the kernel per row of a request."""
         return self.shape.num_heads // self.shape.kv_heads
 
     def bound(self, max_query_len: int) -> int:
         """An upper bound of rows per request with only two values, for trees and for prefill.
 
-        Else each size of cut trees and of short chunks would be a kernel of its own to compile.
+        Otherwise each size of truncated trees and short chunks would be another kernel to compile.
         """
         if max_query_len <= self.num_nodes:
             return self.num_nodes
@@ -206,13 +206,13 @@ class _Trees:
     def write(self, tree: TreeBatch) -> None:
         """Copy a step's trees into the buffers that CUDA graphs read."""
         torch.gt(tree.num_nodes, 1, out=self.is_tree[: tree.batch_size])
-        if not self.static:  # later entries are of earlier steps, and no row attends to them
+        if not self.static:  # later entries are stale, and no row attends to them
             batch, nodes, words = tree.ancestor_bits.shape
             self.depths[:batch, :nodes] = tree.depths
             self.ancestor_bits[:batch, :nodes, :words] = tree.ancestor_bits
 
     def add_to(self, plain: TritonAttentionMetadata) -> TreeMetadata:
-        """The metadata with the trees; ``is_tree`` is written, before or after."""
+        """The metadata with the trees; ``is_tree`` must be written separately."""
         batch = plain.seq_lens.shape[0]  # padding included
         rows = self.bound(plain.max_query_len)
         table = plain.block_table[:batch]
@@ -221,7 +221,7 @@ class _Trees:
         return TreeMetadata(**vars(plain), paged=paged)
 
     def add_branches(self, plain: TritonAttentionMetadata, seen: Tensor) -> TreeMetadata:
-        """The metadata of one level of a drafter's trees; no step's trees are touched."""
+        """The metadata of one level of a drafter's trees; the step's trees are unchanged."""
         assert self.beam is not None and self.branches is not None
         rows, splits = self.beam.width, self.splits(plain, len(seen), self.beam.width)
         where = plain.query_start_loc, plain.seq_lens, plain.block_table
@@ -229,7 +229,7 @@ class _Trees:
         return TreeMetadata(**vars(plain), paged=paged)
 
     def splits(self, plain: TritonAttentionMetadata, batch: int, rows: int) -> int:
-        """Number of key parts; prefill may have more rows than the workspace fits."""
+        """Number of key parts; prefill may have more rows than the workspace can hold."""
         if self.workspace is None:
             return 1
         room = self.workspace.max_splits(
@@ -240,7 +240,7 @@ class _Trees:
     def batch(
         self, cu: Tensor, seq_lens: Tensor, block_table: Tensor, rows: int, splits: int
     ) -> PagedBatch:
-        """Requests of at most ``rows`` rows, whose keys go in ``splits`` parts."""
+        """Requests of at most ``rows`` rows, with keys split into ``splits`` parts."""
         count = len(seq_lens)
         return PagedBatch(
             cu_query_lens=cu,
@@ -255,9 +255,9 @@ class _Trees:
         )
 
     def empty_batches(self) -> Iterator[PagedBatch]:
-        """One request without rows per kernel that steps need.
+        """One request without rows for each kernel that steps need.
 
-        A layer called with them, and with `num_nodes` rows, compiles and computes nothing.
+        A layer called with it and with `num_nodes` rows compiles its kernels and computes nothing.
         """
         zeros = torch.zeros(1, 2, dtype=torch.int32, device=self.is_tree.device)
         parts, heads = {1}, self.shape.num_heads

@@ -1,4 +1,4 @@
-"""The Medusa proposer for vLLM's runner: loads the heads, drafts token ids."""
+"""The Medusa proposer for vLLM's runner: loads the heads and drafts token ids."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ AnyHeads = MedusaHeads | PackedHeads | PackedHydra
 def arranged(heads: MedusaHeads, device: torch.device, rows: slice | None = None) -> AnyHeads:
     """The heads in the fastest form for ``device``, restricted to vocabulary ``rows``.
 
-    CPUs read packed matrices two to three times faster, one by one. Elsewhere a step's few rows
-    wait for launches, so a layer of all heads is one product (``heads`` may be on the host still).
+    CPUs read packed matrices two to three times faster, one by one. Elsewhere, a step's few rows
+    are launch-bound, so a layer of all heads is one product (``heads`` may still be on the host).
     """
     if device.type == "cpu" and isinstance(heads, HydraHeads):
         return PackedHydra(heads, compat.packed_linear, rows)
@@ -45,7 +45,7 @@ def target_embedding(target: nn.Module) -> Embed:
     """The target's embedding weights, without a scale that the model may apply to its output.
 
     Raises:
-        MedusaConfigError: No embedding was found in the target.
+        MedusaConfigError: The target has no usable embedding.
 
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -53,21 +53,21 @@ def target_embedding(target: nn.Module) -> Embed:
     found = [module for module in target.modules() if type(module) is VocabParallelEmbedding]
     if len(found) != 1:
         raise MedusaConfigError(
-            f"Hydra heads need the target's embedding of tokens, and {type(target).__name__} has "
-            f"{len(found)} of vLLM's; one is needed. Use Medusa heads with this target."
+            f"Hydra heads need the target's token embedding, but {type(target).__name__} has "
+            f"{len(found)} vLLM embeddings; one is needed. Use Medusa heads with this target."
         )
     return found[0]
 
 
 class MedusaDrafter:
-    """Named in the speculative config as the custom proposer class; vLLM instantiates it."""
+    """vLLM instantiates it as the custom proposer class of the speculative config."""
 
     heads: AnyHeads
     tree: TreeTensors | None = None
     scratch = 0
     stages: Stages | None = None  # None: all heads run at once
     _sharpness: Tensor | None = None
-    _soft_cap: float | None = None  # of the target's logits, where its rows are stored
+    _soft_cap: float | None = None  # of the target's logits, if its rows are stored
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.options = EngineOptions.of(vllm_config)
@@ -82,13 +82,13 @@ class MedusaDrafter:
             if tree.sharpness is not None:
                 self._sharpness = torch.tensor(tree.sharpness, device=self.device)
         self._target: Any = None
-        self._shard: VocabShard | None = None  # None: this rank ranks the whole vocabulary
+        self._shard: VocabShard | None = None  # None: this rank handles the whole vocabulary
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the heads for ``target_model``, whose LM head is used by heads without one.
 
-        Of a draft vocabulary its rows are stored with the heads. Of stored LM heads a
-        tensor-parallel rank keeps its own rows only.
+        For a draft vocabulary, its rows are stored with the heads. Tensor-parallel ranks keep only
+        own rows of stored LM heads.
         """
         if self.options.heads is None:
             compat.logger.info(
@@ -127,18 +127,18 @@ class MedusaDrafter:
             info.format,
             "the tree has" if self.tree is not None else "dynamic trees have at most",
             self.options.tree.num_draft_tokens,
-            ", lookup's among them" if self.options.lookup else "",
+            ", including lookup" if self.options.lookup else "",
         )
 
     def buffers_for_sleep(self) -> nn.Module:
         """The heads' tensors as buffers, for vLLM's sleep level 2.
 
-        It drops all weights; on wake-up the target's are reloaded, the heads' are not. It keeps
-        buffers, including those of the runner's draft model.
+        It drops all weights; on wake-up the target's are reloaded, but not the heads'. Buffers are
+        kept, including those of the runner's draft model.
         """
         module = nn.Module()
         heads = None if self.options.heads is None else self.heads
-        if isinstance(heads, nn.Module):  # CPUs, which never sleep, pack theirs
+        if isinstance(heads, nn.Module):  # packed on CPUs, which don't support sleep
             for name, tensor in [*heads.named_parameters(), *heads.named_buffers()]:
                 module.register_buffer(name.replace(".", "_"), tensor.detach())
         return module
@@ -178,10 +178,10 @@ class MedusaDrafter:
         tokens = propose_sharded(logits, self.tree, self._shard, gather, mapped)
         return DraftTrees.static(self.tree, tokens)
 
-    propose = draft  # vLLM asks its custom proposers for a method of this name
+    propose = draft  # the method name that vLLM calls on custom proposers
 
     def _read(self, logits: Tensor, width: int, sharpness: Tensor | None) -> Choices:
-        """Read the choices off logits [B, D, V] of this rank."""
+        """Read the choices from logits [B, D, V] of this rank."""
         mapped = self.heads.token_map
         if self._soft_cap is not None:
             logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
@@ -198,7 +198,7 @@ class MedusaDrafter:
         return logits
 
     def _stages_of(self, heads: MedusaHeads) -> Stages | None:
-        """How packed heads may skip the deep ones."""
+        """The criterion by which packed heads skip deep heads."""
         if not isinstance(self.heads, PackedHeads):
             return None
         rows = heads.draft_vocab_size // sharding.num_ranks()

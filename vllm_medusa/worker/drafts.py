@@ -18,26 +18,26 @@ from vllm_medusa.worker.requests import GREEDY_BELOW, follows_grammar
 
 @dataclass
 class TreeDrafts(DraftTokenIds):
-    """Drafts that a worker with trees sends: vLLM's, with their survivals."""
+    """Drafts from a worker with trees: vLLM's message plus their survivals."""
 
-    # of each draft, not increasing; empty if trees are static
+    # survival of each draft, not increasing; empty if trees are static
     survival: list[list[float]] = field(default_factory=list)
-    # for requests that follow a grammar, which have no drafts above
+    # for requests with a grammar, which have no drafts above
     candidates: dict[str, Candidates] = field(default_factory=dict)
-    # who proposed each draft, see `DraftTrees.source`, for requests with any that was copied
+    # origin of each draft, see `DraftTrees.source`, for requests with copies
     proposed_by: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass
 class Draft(Drafted):
-    """Drafts of a request, kept until the step that could verify them ends.
+    """Drafts of a request, kept until the step that may verify them ends.
 
     Attributes:
-        request: their request; its id may have been reused since.
-        token_ids: of all drafts, best first; empty if they are only on the device.
-        parents: of each, if the request follows a grammar: its parent's node.
-        constrained: the grammar has begun.
-        run: tokens and kinds of the drafts that the grammar forces.
+        request: their request; its id may be reused later.
+        token_ids: of all drafts, best first; empty if only on the device.
+        parents: parent node of each, if the request has a grammar.
+        constrained: whether the grammar has started.
+        run: tokens and kinds of the drafts forced by the grammar.
 
     """
 
@@ -54,10 +54,10 @@ class Draft(Drafted):
 
 
 def tree_parents(scheduler_output: SchedulerOutput) -> Mapping[str, list[int]]:
-    """The topologies of requests that follow a grammar: the parent of each draft of the step."""
+    """The topologies of requests with a grammar: the parent of each draft of the step."""
     return getattr(scheduler_output, "tree_parents", {})
 
 
 def survival_of(log_survival: npt.NDArray[np.float32]) -> list[list[float]]:
-    """The survivals of each request's drafts, [B, K], that can survive at all; they come first."""
+    """The survivals of each request's drafts [B, K] that can survive; they are a prefix."""
     return [np.exp(row[np.isfinite(row)]).tolist() for row in log_survival]

@@ -1,8 +1,8 @@
-"""EAGLE drafters with trees: options, and checks that refuse what would be silently wrong.
+"""EAGLE drafters with trees: options, and checks that refuse configurations with wrong results.
 
-vLLM keeps its own method and config, by which it reads the drafter's config, shows its auxiliary
-hidden states, gives its layers a KV cache and reserves slots behind a request's tokens
-(`num_lookahead_tokens`, the config's ``num_speculative_tokens``). We add what drafts and verifies.
+vLLM keeps its own method and config, which determine the drafter's config, its auxiliary
+hidden states, its KV cache, and the slots reserved after a request's tokens
+(`num_lookahead_tokens`, the config's ``num_speculative_tokens``). Drafting and verifying are ours.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def prepare_eagle(
         raise MedusaConfigError(ASYNC_ON_V1)
     if engine_args.enable_lora:
         raise MedusaConfigError(
-            "LoRA adapters have not been tried with EAGLE's trees. Leave one of them out."
+            "LoRA adapters have not been tested with EAGLE trees. Omit one of them."
         )
     config = EagleConfig.from_speculative_config(asked)
     try:
         inspect_eagle(config.model, revision=config.revision)
     except HeadsError as error:
         raise MedusaConfigError(
-            f'{error}. Medusa and Hydra heads go with "method": "medusa".'
+            f'{error}. Medusa and Hydra heads need "method": "medusa".'
         ) from None
     tree = config.grown
     options = EngineOptions(
@@ -133,12 +133,11 @@ def _vllms_own(
 def check_checkpoint(
     files: CheckpointFiles, speculative: Any, model_config: Any, tree: DynamicTree
 ) -> None:
-    """Refuse a drafter that was made for another target, or is untested."""
+    """Refuse a drafter for another target, or an untested one."""
     draft, label = speculative.draft_model_config.hf_config, files.label
     if speculative.parallel_drafting:
         raise MedusaConfigError(
-            f"{label} drafts all depths at once (parallel drafting), which trees do not. Leave "
-            '"tree" out.'
+            f'{label} uses parallel drafting, which trees do not support. Omit "tree".'
         )
     of_target = getattr(draft, "target_hidden_size", None) or draft.hidden_size
     for name, found, needed in (
@@ -148,23 +147,23 @@ def check_checkpoint(
         if found != needed:
             raise MedusaConfigError(
                 f"The drafter in {label} is for targets with {name} {found}, the target "
-                f"{model_config.model} has {needed}. Give the target that it was trained on, or a "
+                f"{model_config.model} has {needed}. Use the target that it was trained on, or a "
                 "drafter trained for this one."
             )
     draft_vocab = getattr(draft, "draft_vocab_size", None) or draft.vocab_size
     width = beam_of(tree).width
     if width > draft_vocab:
         raise MedusaConfigError(
-            f"The tree's width is {width}, but the drafter in {label} knows {draft_vocab} "
-            "tokens. Take a narrower tree."
+            f"The tree's width is {width}, but the drafter in {label} has {draft_vocab} "
+            "tokens. Use a narrower tree."
         )
     names = bare_names(files)
     for reason in not_for_trees(flat_config(files.config), names, speculative.method):
         raise MedusaConfigError(f"The drafter in {label} {reason}.")
     if draft_vocab != draft.vocab_size and "d2t" not in names:
         raise MedusaConfigError(
-            f"The drafter in {label} knows {draft_vocab} of {draft.vocab_size} tokens, but no "
-            '"d2t" tells which. The checkpoint is incomplete.'
+            f"The drafter in {label} has {draft_vocab} of {draft.vocab_size} tokens, but no "
+            '"d2t". The checkpoint is incomplete.'
         )
     if speculative.method == "eagle3":
         num_layers = model_config.hf_text_config.num_hidden_layers
@@ -181,7 +180,7 @@ def check_checkpoint(
             if found != shape:
                 raise MedusaConfigError(
                     f"{name} in {label} has the shape {list(found)}; with its config and this "
-                    f"target it would be {list(shape)}. It was made for another target, or for "
+                    f"target it would be {list(shape)}. It belongs to another target, or to "
                     "another method."
                 )
         elif name == "fc.weight":
@@ -202,7 +201,7 @@ def beam_of(tree: Any) -> Beam:
 def check_auxiliary_layers(draft: Any, num_layers: int, label: str) -> tuple[int, ...]:
     """The target's layers whose inputs the drafter reads; their number must match the drafter.
 
-    Layer 0's input are the embeddings; ``num_layers`` names the last layer's output.
+    Layer 0's input is the embeddings; ``num_layers`` means the last layer's output.
 
     """
     extra = getattr(draft, "eagle_config", None) or {}
@@ -211,10 +210,10 @@ def check_auxiliary_layers(draft: Any, num_layers: int, label: str) -> tuple[int
     wanted = getattr(draft, "num_aux_hidden_states", None) or len(extra.get(LAYER_IDS) or "123")
     right = all(isinstance(layer, int) and 0 <= layer <= num_layers for layer in layers)
     if not right or len(set(layers)) != wanted or len(layers) != wanted:
-        source = "its config names" if named else "it names none, and vLLM's default is"
+        source = "its config has" if named else "its config has none; vLLM's default is"
         raise MedusaConfigError(
-            f"The drafter in {label} reads {wanted} hidden states of the target, and {source} the "
-            f"layers {list(layers)}; they have to be {wanted} different ones from 0 to {num_layers}"
+            f"The drafter in {label} reads {wanted} hidden states of the target; {source} the "
+            f"layers {list(layers)}; {wanted} distinct ones from 0 to {num_layers} are needed"
             f'. Set "{LAYER_IDS}" in its config.json to the layers that it was trained on.'
         )
     return layers
@@ -226,20 +225,20 @@ def check_captured_layers(model: Any, speculative: Any) -> None:
         inner = getattr(model, "language_model", None) or getattr(model, "model", None)
         if inner is None:
             raise MedusaConfigError(
-                f"{type(model).__name__} does not show hidden states to EAGLE-3. Leave it out."
+                f"{type(model).__name__} does not support EAGLE-3 in vLLM. Omit it."
             )
         model = inner
     shown, draft = tuple(model.aux_hidden_state_layers), speculative.draft_model_config.hf_config
     named = named_layers(vars(draft))
     if named is not None and tuple(sorted(named)) != shown:
         raise MedusaConfigError(
-            f"The drafter was trained on the target's layers {sorted(named)}, but vLLM shows it "
+            f"The drafter was trained on the target's layers {sorted(named)}, but vLLM passes "
             f"{list(shown)}."
         )
     compat.logger.info(
         "EAGLE-3 drafts from the inputs of the target's layers %s, %s.",
         ", ".join(map(str, shown)),
-        "as the drafter's config says" if named else "vLLM's default; its config names none",
+        "from the drafter's config" if named else "vLLM's default; its config has none",
     )
     if doubt := doubtful_layers(vars(draft)):
         compat.logger.warning("The drafter: %s.", doubt)
@@ -251,8 +250,8 @@ def check_vocabulary(target_ids: Tensor, vocab_size: int) -> None:
     low, high = int(target_ids.min()), int(target_ids.max())
     if low < 0 or high >= vocab_size or known != len(target_ids):
         raise MedusaConfigError(
-            f'The drafter\'s "d2t" names token ids from {low} to {high}, {known} different ones '
-            f"for {len(target_ids)} draft tokens; the target has {vocab_size}. It was made for "
+            f'The drafter\'s "d2t" has token ids from {low} to {high}, {known} distinct ones '
+            f"for {len(target_ids)} draft tokens; the target has {vocab_size}. It belongs to "
             "another target, or is damaged."
         )
 
@@ -268,23 +267,23 @@ def unsupported_by_eagle(config: Any) -> Iterator[str]:
     scratch = scratch_of(beam)
     if parallel.data_parallel_size > 1:
         yield (
-            f"data_parallel_size is {parallel.data_parallel_size}; EAGLE's trees have not been "
-            "tried with replicas. Use 1."
+            f"data_parallel_size is {parallel.data_parallel_size}; EAGLE trees have not been "
+            "tested with replicas. Use 1."
         )
     if model.enable_prompt_embeds:
-        yield "prompt embeddings have no token ids, which EAGLE reads. Switch them off."
+        yield "prompt embeddings have no token ids, which EAGLE reads. Disable them."
     if model.is_multimodal_model or model.uses_mrope:
-        yield f"{model.model} takes more than text, which EAGLE's trees do not yet."
+        yield f"{model.model} is multimodal, which EAGLE trees do not support yet."
     rows, most = scheduler.max_num_seqs * beam.width, scheduler.max_num_batched_tokens
     if rows > most:
         yield (
             f"a level of {scheduler.max_num_seqs} requests (max_num_seqs) with {beam.width} nodes "
-            f"each has {rows} rows, and a step {most} at most (max_num_batched_tokens). Lower the "
+            f"each has {rows} rows; a step has at most {most} (max_num_batched_tokens). Lower the "
             "first, or the tree's width, or raise the last."
         )
     if config.num_lookahead_tokens < scratch or scratch >= model.max_model_len:
         yield (
-            f"the branches of a tree of width {beam.width} and depth {beam.depth} take {scratch} "
-            f"cache slots behind a request's tokens. vLLM reserves {config.num_lookahead_tokens}, "
-            f"and max_model_len is {model.max_model_len}. Take a narrower or shallower tree."
+            f"the branches of a tree of width {beam.width} and depth {beam.depth} need {scratch} "
+            f"cache slots after a request's tokens. vLLM reserves {config.num_lookahead_tokens}, "
+            f"and max_model_len is {model.max_model_len}. Use a narrower or shallower tree."
         )

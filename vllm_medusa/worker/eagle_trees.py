@@ -1,16 +1,16 @@
-"""Trees from an EAGLE drafter, over its own KV cache: the same for both of vLLM's runners.
+"""Trees from an EAGLE drafter, with its own KV cache, for both of vLLM's runners.
 
-A drafter's layer sees features of the target, shifted by one: its entry at position p is made of
-the target's hidden states there and of the token at p + 1. So the entries of all accepted tokens
-can be exact, and are: after each verification the accepted path goes through the drafter with the
-target's own hidden states, into the path's slots. Branches are scratch behind them. A branch's
-hidden states are the drafter's own guesses; the next prefill writes over what they left. Tokens of
-steps that do not draft wait and go through it together (`PendingTokens`).
+A drafter's layer takes features of the target, shifted by one: its entry at position p combines
+the target's hidden states there and the token at p + 1. So the entries of all accepted tokens
+can be exact: after each verification the accepted path is run through the drafter with the
+target's own hidden states, into the path's slots. Branches are scratch after them. A branch's
+hidden states are the drafter's own; the next prefill overwrites its entries. Tokens of
+steps that do not draft are deferred and processed together (`PendingTokens`).
 
     slots    | exact, up to the token before x ............ | scratch: level 1 | level 2 | ...
     tokens     t1 t2 ... x (drawn last)                       k nodes            k nodes
 
-The host has only shapes and bounds. No host sync.
+The host knows only shapes and upper bounds. No host sync.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker.eagle import check_vocabulary, scratch_of
 
-NO_SLOT = -1  # of entries that are not stored
-_MAX_PENDING_ROWS = 128  # rows that one step processes in addition
-_MAX_PENDING_STEPS = 32  # steps
+NO_SLOT = -1  # slot of entries that are not stored
+_MAX_PENDING_ROWS = 128  # max pending rows processed in one step
+_MAX_PENDING_STEPS = 32  # max steps to defer
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class AcceptedPaths:
 
     starts: Tensor  # int32 [B + 1], first row of each request
     starts_cpu: Tensor  # the same on the host
-    max_rows: int  # of a request
+    max_rows: int  # max rows per request
     last: Tensor  # int64 [B], the row of each request's last token
-    next_ids: Tensor  # integer [T], the token after each
+    next_ids: Tensor  # integer [T], the next token of each
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T], or `NO_SLOT`
     features: Tensor  # [T, features], the target's hidden states
     lengths: Tensor  # integer [B], the position after each request's last row
-    longest: int  # bound of them
+    longest: int  # upper bound of `lengths`
     block_table: Tensor  # int32 [B, blocks]
     ends: Tensor  # int64 [B], the position after each request's last token
 
@@ -64,31 +64,31 @@ class AcceptedPaths:
 class Roots:
     """Roots of B requests' trees: the drafter's states at their last exact entries."""
 
-    normed: Tensor  # [B, H], what its LM head takes
-    hidden: Tensor  # [B, H], what its next step takes
-    ends: Tensor  # int64 [B], exact entries
-    longest: int  # bound of them
+    normed: Tensor  # [B, H], input of its LM head
+    hidden: Tensor  # [B, H], input of its next step
+    ends: Tensor  # int64 [B], number of exact entries
+    longest: int  # upper bound of `ends`
     block_table: Tensor  # int32 [B, blocks]
 
 
 def accepted_paths(
     drafter: EagleTrees,
-    verdict: Verdict | None,  # of the step; None if it had no drafts
-    deepest: int,  # bound of the accepted drafts of a request
+    verdict: Verdict | None,  # of the step; None without drafts
+    deepest: int,  # upper bound of accepted drafts per request
     query_start: np.ndarray,  # integer [>= B], first row of each request
-    scheduled: np.ndarray,  # integer [B], its rows
-    num_drafts: np.ndarray,  # integer [B], how many of them, at the end, are drafts
-    computed: Tensor,  # int64 [B], its tokens before the step
+    scheduled: np.ndarray,  # integer [B], rows of each request
+    num_drafts: np.ndarray,  # integer [B], number of drafts at the end of each
+    computed: Tensor,  # int64 [B], computed tokens of each before the step
     input_ids: Tensor,  # integer [>= rows]
     next_tokens: Tensor,  # int64 [B], the token that follows the accepted ones
     features: Sequence[Tensor],  # [rows, H] each, hidden states of the target
     block_table: Tensor,  # int32 [B, blocks]
-    longest: int,  # bound of a request's tokens
+    longest: int,  # upper bound of tokens per request
 ) -> AcceptedPaths:
     """The accepted paths, each padded with rows to the max depth.
 
-    A request's rows are those up to its root, then a node of each depth. Which node, and whether it
-    was accepted, is on the device.
+    A request's rows are those up to its root, then one node per depth. The node, and whether it
+    was accepted, are known only on the device.
     """
     device, count = computed.device, len(scheduled)
     before = scheduled - num_drafts  # rows up to the root
@@ -135,7 +135,7 @@ class EagleTrees:
     beam: Beam
     block_size: int  # of its KV cache group
     tree = None
-    target_ids: Tensor | None = None  # int64 [V_draft]; None: the vocabularies are one
+    target_ids: Tensor | None = None  # int64 [V_draft]; None: same vocabulary
 
     @property
     def groups(self) -> Sequence[Any]:
@@ -151,7 +151,7 @@ class EagleTrees:
         """Set the target token ids of a loaded drafter's vocabulary.
 
         Raises:
-            MedusaConfigError: They can't be the target's.
+            MedusaConfigError: They are not valid for the target.
 
         """
         offsets = getattr(self.model, "draft_id_to_target_id", None)
@@ -191,7 +191,7 @@ class EagleTrees:
         limit: int | None = None,
         min_survival: float | None = None,
     ) -> DraftTrees:
-        """See `trees.Drafter`; all levels run."""
+        """See `trees.Drafter`; runs all levels."""
         branches = _Branches(self, states, max_depth > 0)
         return build_tree(branches, self.beam, root, num_nodes, max_depth, limit)
 
@@ -208,7 +208,7 @@ class EagleTrees:
         token_ids: Tensor,  # [T]
         positions: Tensor,  # int64 [T]
         hidden: Tensor,  # [T, H]
-        branches: tuple[Tensor, Tensor] | None = None,  # what nodes see; None: a chain
+        branches: tuple[Tensor, Tensor] | None = None,  # nodes visible to each node; None: a chain
     ) -> tuple[Tensor, Tensor]:
         metadata: dict[str, Any] = {}
         slots: dict[str, Tensor] = {}
@@ -221,7 +221,7 @@ class EagleTrees:
             metadata |= dict.fromkeys(group.layer_names, built)
             slots |= dict.fromkeys(group.layer_names, common.slot_mapping)
         with set_forward_context(
-            metadata or None,  # vLLM's memory profiling has no cache
+            metadata or None,  # no cache in vLLM's memory profiling
             self.vllm_config,
             num_tokens=common.num_actual_tokens,
             slot_mapping=slots or None,
@@ -235,18 +235,18 @@ class EagleTrees:
         return normed, hidden
 
     def slots(self, block_table: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
-        """Cache slots, int64, of positions of requests: integers that go together."""
+        """Cache slots, int64, of positions of requests: integers of equal shape."""
         blocks = torch.div(positions, self.block_size, rounding_mode="floor")
         offsets = positions - blocks * self.block_size
         return block_table[requests, blocks].to(torch.int64) * self.block_size + offsets
 
 
 class PendingTokens:
-    """Tokens of plain steps, which go through the drafter many at a time, as prompts do.
+    """Tokens of plain steps, run through the drafter many at a time, like prompts.
 
-    Plain steps give each request one token. The drafter needs its entries when it drafts next, and
-    once other requests run, who may have them in their prefix, or have their slots. That step's own
-    entries come later.
+    A plain step adds one token per request. The drafter needs the entries when it drafts next, and
+    when other requests run, which may share them as a prefix or reuse their slots. The step's own
+    entries are added later.
     """
 
     def __init__(self, drafter: EagleTrees) -> None:
@@ -257,13 +257,13 @@ class PendingTokens:
     def roots(
         self, requests: Sequence[str], paths: AcceptedPaths, *, plain: bool, drafts: bool
     ) -> Roots | None:
-        """Add a step's tokens, and process all that are pending if it is time.
+        """Add a step's tokens, and process all pending ones if due.
 
         Args:
             requests: the B requests of the step.
-            paths: theirs.
-            plain: whether each has one row.
-            drafts: whether the roots are asked for.
+            paths: their accepted paths.
+            plain: whether each request has one row.
+            drafts: whether the roots are needed.
 
         """
         if not plain or self._requests != requests:
@@ -271,7 +271,7 @@ class PendingTokens:
         if not plain:
             return self._drafter.prefill(paths)
         self._requests = list(requests)
-        table = paths.block_table if drafts else paths.block_table.clone()  # the runner's own
+        table = paths.block_table if drafts else paths.block_table.clone()  # owned by the runner
         self._steps.append(replace(paths, block_table=table))
         depth = len(self._steps)
         enough = depth >= _MAX_PENDING_STEPS or depth * len(requests) >= _MAX_PENDING_ROWS
@@ -305,8 +305,8 @@ class PendingTokens:
 class _Branches:
     """The drafter at one step of B requests; see `build.Branching`.
 
-    Requests that are not ``used`` (bool [B]) get no slots and no context: there may be no room
-    behind theirs.
+    Requests that are not ``used`` (bool [B]) get no slots and no context: there may be no free
+    slots after their tokens.
     """
 
     def __init__(self, drafter: EagleTrees, roots: Roots, used: Tensor) -> None:
@@ -316,7 +316,7 @@ class _Branches:
         self.seen = roots.ends.new_zeros((len(roots.ends), 1, 0), dtype=torch.bool)  # [B, k, S]
 
     def expand(self, level: int, tokens: Tensor, parents: Tensor, width: int) -> Choices:
-        """The choices below nodes; the roots' own states are exact already."""
+        """The choices below nodes; the roots' own states are already exact."""
         normed = self.roots.normed.unsqueeze(1)
         if level > 0:
             own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
@@ -328,7 +328,7 @@ class _Branches:
     def _run(self, level: int, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Normed and hidden states [B, k, H] of a level; ``hidden`` [B, k, H] are the parents'.
 
-        Each node sees the scratch in ``seen``, of which the level's own nodes are the last.
+        Each node attends to the scratch in ``seen``; the level's own nodes are the last.
         """
         (batch, width), size = token_ids.shape, self.seen.shape[2]
         device, table = token_ids.device, self.roots.block_table
@@ -348,7 +348,7 @@ class _Branches:
             slot_mapping=torch.where(self.used[:, None], slots, NO_SLOT).flatten(),
         )
         positions = (self.ends - 1 + level).repeat_interleave(width)
-        branches = None if size == level else (self.seen, self.ends)  # a chain sees all of it
+        branches = None if size == level else (self.seen, self.ends)  # a chain attends to all of it
         states = self.drafter._forward(
             common, token_ids.flatten(), positions, hidden.flatten(0, 1), branches
         )

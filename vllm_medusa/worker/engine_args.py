@@ -11,7 +11,7 @@ from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.worker.overrides import override
 
 METHOD = "medusa"
-EAGLE = ("eagle", "eagle3")  # with a "tree"; without one they are vLLM's alone
+EAGLE = ("eagle", "eagle3")  # with a "tree"; without one, only vLLM handles them
 _CROWDED = "Consider increasing max_num_batched_tokens"  # vLLM's error for adapters with drafts
 
 
@@ -49,22 +49,22 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    """The speculative configuration as given, or {}."""
+    """The speculative configuration as passed, or {}."""
     if not isinstance(value or {}, Mapping):
         raise MedusaConfigError(
-            f"speculative_config is {value!r}; give an object such as "
+            f"speculative_config is {value!r}; use an object such as "
             '{"method": "medusa", "model": "path/to/heads"}.'
         )
     return dict(value or {})
 
 
 def _refuse_lost_keys(asked: Mapping[str, Any], method: str | None) -> None:
-    """Refuse our keys, or a misspelt "medusa", with another method."""
+    """Refuse our keys, or a misspelled "medusa", with another method."""
     ours = [key for key in ("tree", "acceptance", "budget", "lookup") if key in asked]
     if ours or (method is not None and method.strip().lower() == METHOD):
-        found = f"method is {method!r}" if method else "there is no method"
+        found = f"method is {method!r}" if method else "no method is set"
         raise MedusaConfigError(
-            f"speculative_config has {', '.join(map(repr, ours)) or 'a name of Medusa'}, but "
+            f"speculative_config has {', '.join(map(repr, ours)) or 'a misspelled method'}, but "
             f'{found}. Trees need "method": "medusa", or "eagle" or "eagle3" and a "tree".'
         )
 
@@ -96,9 +96,9 @@ def _asks_for_medusa(engine_args: Any) -> bool:
 
 
 def _leave_room_for_adapters(engine_args: Any) -> None:
-    """Cap the drafts of a request: vLLM's LoRA buffers limit the tokens of a step.
+    """Limit the drafts per request: vLLM's LoRA buffers limit the tokens of a step.
 
-    vLLM has set its defaults of the other two numbers already.
+    vLLM has already set its defaults of the other two numbers.
     """
     tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
     asked = dict(engine_args.speculative_config or {})
@@ -106,7 +106,7 @@ def _leave_room_for_adapters(engine_args: Any) -> None:
     most = tokens // requests - 1
     if given is not None or most < 1:
         raise MedusaConfigError(
-            f"With LoRA adapters vLLM needs max_num_batched_tokens ({tokens}) to be at least "
+            f"With LoRA adapters, vLLM needs max_num_batched_tokens ({tokens}) to be at least "
             f"max_num_seqs ({requests}) times the nodes of a tree, root included"
             + (f" ({given + 1})" if given is not None else " (2 or more)")
             + ". Raise the first or lower one of the others."
@@ -124,7 +124,7 @@ def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
                 default=None,
                 help="Medusa heads (folder, file or hub name) for tree speculation; the same as "
                 '--speculative-config \'{"method": "medusa", "model": HEADS}\', whose other keys '
-                "(tree, budget, lookup, acceptance, num_speculative_tokens) may be given too. Or "
+                "(tree, budget, lookup, acceptance, num_speculative_tokens) may be set too. Or "
                 'the folder of an EAGLE drafter, with "tree": "dynamic".',
             )
         return parser
@@ -157,18 +157,18 @@ def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
     for flag, value in named.items():
         if value is not None:
             raise MedusaConfigError(
-                f"--speculative-model {heads} and {flag} = {value} both name the draft; "
-                "give one of them."
+                f"--speculative-model {heads} and {flag} = {value} both set the drafter; "
+                "use one of them."
             )
     for flag, value in methods.items():
         if value not in (None, METHOD):
             raise MedusaConfigError(
-                f"--speculative-model {heads} asks for Medusa heads, but {flag} is {value!r}. "
-                f"Drop {flag}, or give that method's draft with --spec-model."
+                f"--speculative-model {heads} requests Medusa heads, but {flag} is {value!r}. "
+                f"Omit {flag}, or pass that method's drafter as --spec-model."
             )
-    from vllm_medusa.heads.eagle import drafter_method  # torch is slow
+    from vllm_medusa.heads.eagle import drafter_method  # imports torch, which is slow
 
-    if any(methods.values()):  # the command line names it
+    if any(methods.values()):  # set on the command line
         return {**config, "model": heads} | ({} if methods["--spec-method"] else {"method": METHOD})
     method = drafter_method(heads)
     own = {"method": METHOD} if method is None else {"method": method, "tree": "dynamic"}

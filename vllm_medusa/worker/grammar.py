@@ -1,7 +1,7 @@
 """Grammars along the branches of a draft tree: allowed nodes and node masks.
 
-Grammars are vLLM's: they have one state, which advances along a path by accepting tokens and
-returns by rollback. Nodes are parents first; the root is node 0, draft i is node i + 1.
+Grammars are vLLM's: a grammar has one state, which advances along a path by accepting tokens and
+is restored by rollback. Nodes are parents first; the root is node 0, draft i is node i + 1.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 _NAME = "draft"  # request id in vLLM's errors
-_MAX_SPELLINGS = 4096  # token sets whose comparison is cached
-_MAX_ALLOWED = 16  # up to so many allowed tokens are all drafted
-FORCED, LIKELY = 1, 3  # the only token allowed, and the likeliest of a few
-MIN_RUN_SURVIVAL = 0.4  # of what is drafted without heads
+_MAX_SPELLINGS = 4096  # max token sets whose comparison is cached
+_MAX_ALLOWED = 16  # up to this number of allowed tokens, all are drafted
+FORCED, LIKELY = 1, 3  # the only allowed token, and the most probable of a few
+MIN_RUN_SURVIVAL = 0.4  # min survival of drafts without heads
 _CHANCE_KEPT = 1.0 - 1.0 / 512.0  # decay of observations per token
-_MIN_SURVIVAL = 0.05  # below it only drafts of the heads are checked
+_MIN_SURVIVAL = 0.05  # below it, only drafts of heads are checked
 
 Row = npt.NDArray[np.int32]  # [ceil(V / 32)]
 Spell = Callable[[Sequence[int]], Sequence[str | None]]  # token ids to their texts
 _NO_RUN = (None, 0)
-Option = tuple[int, int | None, float]  # token, node of the drafts and chance of a child
+Option = tuple[int, int | None, float]  # a child: token, node in the drafts, probability
 
 
 @dataclass
@@ -33,17 +33,17 @@ class Candidates:
     """Drafts of a request, parents first and best first."""
 
     token_ids: list[int]
-    parents: list[int]  # of each: its parent's node, 0 for the root
-    survival: list[float] = field(default_factory=list)  # of each, if trees are dynamic
-    # of each, if a grammar chose: whether it is of the run that needs no heads, see `forced_run`
+    parents: list[int]  # parent node of each, 0 for the root
+    survival: list[float] = field(default_factory=list)  # survival of each, if trees are dynamic
+    # of each, if chosen by a grammar: whether it is in the run without heads, see `forced_run`
     forced: list[int] = field(default_factory=list)
 
     def first(self, num_drafts: int) -> Candidates:
-        """The best ``num_drafts`` of them."""
+        """The best ``num_drafts`` ones."""
         return self.subset(range(1, 1 + min(num_drafts, len(self.parents))))
 
     def subset(self, kept: Sequence[int]) -> Candidates:
-        """Only the nodes ``kept``, parents first."""
+        """Only the nodes in ``kept``, parents first."""
         place = {0: 0} | {node: index for index, node in enumerate(kept, 1)}
         return Candidates(
             [self.token_ids[node - 1] for node in kept],
@@ -53,7 +53,7 @@ class Candidates:
         )
 
     def path(self, node: int) -> list[int]:
-        """The tokens from below the root to a node."""
+        """The tokens on the path to a node, excluding the root."""
         tokens: list[int] = []
         while node:
             tokens.append(self.token_ids[node - 1])
@@ -73,16 +73,16 @@ def choose(
     grammar: StructuredOutputGrammar,
     drafts: Candidates,
     max_depth: int,
-    mask: Tensor,  # int32 [1, ceil(V / 32)], to write into
+    mask: Tensor,  # int32 [1, ceil(V / 32)], buffer for masks
     vocab_size: int,
     spelling: Spelling,
     longest: float,  # see `Spelling.chances`
-    deepest: int = 0,  # node of a forced run, which may be deeper than any other
+    deepest: int = 0,  # max depth of a forced run, which may exceed all others
 ) -> Candidates:
     """The drafts that the grammar allows, and those that it nearly forces, best first.
 
-    Where only a few tokens are allowed, all of them are drafted, so a forced run is a chain. Below
-    the end of the grammar there is nothing: the request ends there.
+    If only a few tokens are allowed, all of them are drafted, so a forced run is a chain. No drafts
+    follow the end of the grammar: the request ends there.
     """
     given = [1.0, *(drafts.survival or _falling(len(drafts.parents)))]
     children, row = children_of(drafts.parents), mask.numpy()[0]
@@ -105,7 +105,7 @@ def choose(
             return [
                 (t, child, chances[t]) for t, child in known.items() if allows(row, t)
             ], *_NO_RUN
-        if not few:  # stop tokens can be all that would go on: vLLM then ends the request
+        if not few:  # only stop tokens may be allowed: vLLM then ends the request
             return [], *_NO_RUN
         prior = spelling.chances(few, longest)
         chance = among_few(prior, [chances.get(token, 0.0) for token in few])
@@ -162,7 +162,7 @@ def forced_run(
 ) -> Candidates:
     """The chain that the grammar nearly forces, drafted without heads.
 
-    The first of them stands for what could be, however likely it is; its survival tells. For the
+    Its first token is included at any probability, to report its survival. For the
     arguments see `choose`.
     """
     if max_depth < 1:
@@ -189,8 +189,8 @@ class Spelling:
     def chances(self, tokens: Sequence[int], longest: float) -> list[float]:
         """Probabilities of the allowed tokens, from their texts.
 
-        A model that writes a forced text takes the longest token of it as a rule: with the chance
-        ``longest`` the next token is one that no other of the few begins with.
+        A model that generates a forced text usually takes its longest token: with probability
+        ``longest`` the next token is one that is not a prefix of another allowed one.
         """
         if len(tokens) == 1:
             return [1.0]
@@ -205,7 +205,7 @@ class Spelling:
             return known
         if len(self._known) >= _MAX_SPELLINGS:
             self._known.clear()
-        texts = [text or "" for text in self._spell(tokens)]  # None: no token has the id
+        texts = [text or "" for text in self._spell(tokens)]  # None: no such token
         found = self._known[tokens] = [
             not any(other != text and other.startswith(text) for other in texts) for text in texts
         ]
@@ -221,7 +221,7 @@ def among_few(prior: Sequence[float], chances: Sequence[float]) -> list[float]:
 
 
 def _falling(count: int) -> list[float]:
-    """Placeholder survivals of a static tree, of whose nodes only the order is known."""
+    """Placeholder survivals for a static tree, where only the order of nodes is known."""
     return [0.5 * (1.0 - index / (count + 1)) for index in range(count)]
 
 
@@ -232,10 +232,10 @@ def fill_masks(
     token_ids: Sequence[int],
     parents: Sequence[int],
 ) -> None:
-    """Fill the rows of a request's draft nodes, which follow that of its ``root``, filled already.
+    """Fill the rows of a request's draft nodes, which follow that of its ``root``, already filled.
 
     Each is the grammar's state after the node's own path. Nodes that the grammar forbids, that were
-    never drafted (-1) or that lie below its end get a row that allows all: no walk comes there.
+    never drafted (-1) or that are below its end get a row that allows all: no walk reaches them.
     """
     children, rows = children_of(parents), masks.numpy()
     rows[root + 1 : root + 1 + len(parents)] = -1

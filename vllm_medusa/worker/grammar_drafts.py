@@ -1,9 +1,9 @@
 """Drafts of requests with a grammar: allowed and forced drafts, and their masks.
 
-A worker proposes candidates for such a request, in a list of its own that vLLM's schedulers never
-see. Here the grammar chooses among them, before their number is decided, and what is scheduled
-goes to the workers with its topology (`tree_parents` of the step). The masks of the step are
-vLLM's at every root and follow the grammar down the tree from there.
+A worker proposes candidates for such a request, in a separate list that vLLM's schedulers never
+see. Here the grammar chooses among them, before their number is decided, and the scheduled drafts
+are sent to the workers with their topology (`tree_parents` of the step). The masks of the step are
+vLLM's at every root and follow the grammar down the tree.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vllm_medusa.worker.requests import GREEDY_BELOW
 
 
 class GrammarDrafts:
-    """Selects drafts by grammars; see the module."""
+    """Selects drafts by grammar; see the module."""
 
     def __init__(
         self, manager: Any, vocab_size: int, max_model_len: int, depth: int, run_depth: int
@@ -42,21 +42,21 @@ class GrammarDrafts:
 
         Args:
             manager: vLLM's `StructuredOutputManager`.
-            vocab_size: V, of masks.
-            max_model_len: tokens of a request.
-            depth: of trees that heads draft.
-            run_depth: of runs that grammars force, which may be deeper.
+            vocab_size: V, the size of masks.
+            max_model_len: max tokens per request.
+            depth: max depth of trees from heads.
+            run_depth: max depth of forced runs, which may be deeper.
 
         """
         self.manager, self.vocab_size, self.max_model_len = manager, vocab_size, max_model_len
         self.depth, self.run_depth = depth, run_depth
-        self._chances = Chance(), Chance()  # of greedy requests, and of others
-        self._masks: Tensor | None = None  # int32 [rows of a step or more, ceil(V / 32)]
+        self._chances = Chance(), Chance()  # for greedy and for other requests
+        self._masks: Tensor | None = None  # int32 [>= rows of a step, ceil(V / 32)]
 
     def chosen(self, request: Request, candidates: Candidates, max_drafts: int) -> Draft:
         """The best allowed candidates of a request, and the forced drafts."""
         constrained = request.use_structured_output and self._is_constrained(request)
-        drafts = candidates  # no grammar was given after all
+        drafts = candidates  # the request has no grammar
         if constrained:
             drafts = self._allowed(request, candidates)
         elif request.use_structured_output:
@@ -79,9 +79,9 @@ class GrammarDrafts:
     def scheduled(
         self, request: Request, candidates: Candidates, count: int
     ) -> tuple[Draft, list[int]]:
-        """Candidates that a step scheduled ahead verifies already, and its draft tokens.
+        """Candidates that a step scheduled ahead already verifies, and its draft tokens.
 
-        The first so many count; vLLM gives what may not count as -1s at the end. Masks tell what
+        A prefix of these is valid; vLLM replaces invalid ones by -1 at the end. Masks encode what
         the grammar allows.
         """
         drafts, constrained = candidates.first(count), self._is_constrained(request)
@@ -112,9 +112,9 @@ class GrammarDrafts:
         """The masks of a step: each node's is the grammar's state after its own path.
 
         Args:
-            output: of the step.
+            output: the step.
             pending: drafts of its requests.
-            make: vLLM's own masks, for chains.
+            make: vLLM's own function, for chains.
 
         """
         trees = tree_parents(output)
@@ -145,7 +145,7 @@ class GrammarDrafts:
     def _fill(
         self, masks: Tensor, root: int, tokens: list[int], parents: list[int], draft: Draft
     ) -> None:
-        """Fill the rows of a request's drafts behind that of its root."""
+        """Fill the rows of a request's drafts, which follow that of its root."""
         rows = masks.numpy()[root + 1 : root + 1 + len(tokens)]
         if not draft.constrained:
             rows[:] = -1
@@ -162,7 +162,7 @@ class GrammarDrafts:
         return int(self.manager._get_constraint_bounds(request, tokens).constraint_start)
 
     def _is_constrained(self, request: Request) -> bool:
-        """Whether the next token follows the grammar; before it there may be reasoning."""
+        """Whether the next token follows the grammar; it may be preceded by reasoning."""
         return self._constrained_from(request, []) == 0
 
     def _reasons(self, request: Request, path: list[int]) -> bool:
@@ -170,7 +170,7 @@ class GrammarDrafts:
         return self._constrained_from(request, path) > len(path)
 
     def _within_reasoning(self, request: Request, drafts: Candidates) -> Candidates:
-        """The drafts with which the reasoning continues; where it may end, the step does too."""
+        """The drafts that continue the reasoning; if it may end, the step ends there."""
         inside = {0}
         for node, parent in enumerate(drafts.parents, 1):
             if parent in inside and self._reasons(request, drafts.path(node)):
@@ -215,7 +215,7 @@ class GrammarDrafts:
         return Spelling(self.manager.tokenizer.convert_ids_to_tokens)
 
     def _chance(self, request: Request) -> Chance:
-        """The rate at which requests of this kind take the longest token of a few."""
+        """The rate at which requests of this kind take the longest of a few tokens."""
         params = request.sampling_params
         return self._chances[params is None or params.temperature >= GREEDY_BELOW]
 

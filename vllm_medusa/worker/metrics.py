@@ -1,15 +1,15 @@
-"""What vLLM's metrics and log say of drafts, so that they mean for trees what they do for chains.
+"""vLLM's metrics and log for drafts, so that they have the same meaning for trees as for chains.
 
-A step accepts a path: the i-th accepted token has depth i, so there are as many positions as the
-tree is deep. vLLM counts one for each draft token, which is one for each node. Draft tokens stay
-what they are, nodes that were verified: that is what they cost.
+A step accepts a path: the i-th accepted token has depth i, so the number of positions is the
+depth of the tree. vLLM has one position per draft token, which is one per node. Draft tokens remain
+the number of verified nodes, because this is their cost.
 
-The scheduler of dynamic trees reports what its steps were like. vLLM sends its own numbers from
-the engine core to the front end as msgpack of the fields it declares, so the report takes the place
-of one of them: a list of whole numbers that nobody reads and that means nothing for trees.
+The scheduler of dynamic trees reports statistics of its steps. vLLM sends its own statistics from
+the engine core to the front end as msgpack of declared fields, so the report replaces
+one of them: an unused list of integers that is meaningless for trees.
 
-An engine's metrics leave Prometheus' registry, which is the process's, as soon as another engine
-registers its own. Each engine with trees remembers its own, so that `LLM.get_metrics` finds them.
+An engine's metrics are removed from Prometheus' process-wide registry when another engine
+registers its own. Each engine with trees keeps its own, so that `LLM.get_metrics` finds them.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import EngineOptions, is_medusa
 from vllm_medusa.worker.overrides import override
 
-_MARK = -1  # first in the list; vLLM's own begins with a count
+_MARK = -1  # first in the list; vLLM's own starts with a count
 KINDS = ("tree", "prefill", "heads", "plain")
 
 
 @dataclass
 class StepReport:
-    """The steps since the last report, as whole numbers, and what was decided last."""
+    """The steps since the last report, as integers, and the latest decision."""
 
     tree: int = 0  # steps that verified draft nodes
-    prefill: int = 0  # others that did more than decode
-    heads: int = 0  # others at whose end heads drafted
+    prefill: int = 0  # others with prefill
+    heads: int = 0  # others whose heads drafted
     plain: int = 0  # all others
-    requests: int = 0  # of all steps together
-    nodes: int = 0  # verified by all steps together
-    timed: int = 0  # steps that step costs were learned from
-    measured_us: int = 0  # of these
-    expected_us: int = 0  # of these
-    chosen: int = 0  # nodes that the latest step was to verify
-    copied: int = 0  # accepted draft tokens that lookup alone proposed
-    ratio: int = 0  # expected speed with drafts against plain steps, in thousandths
+    requests: int = 0  # total over all steps
+    nodes: int = 0  # verified in all steps
+    timed: int = 0  # steps used to update step costs
+    measured_us: int = 0  # measured time of these
+    expected_us: int = 0  # expected time of these
+    chosen: int = 0  # nodes chosen for the latest step
+    copied: int = 0  # accepted draft tokens proposed only by lookup
+    ratio: int = 0  # expected speed with drafts relative to plain steps, in thousandths
 
     def add(self, requests: int, nodes: int, *, prefill: bool, drafted: bool) -> None:
         """Count a step."""
@@ -61,39 +61,39 @@ class StepReport:
         self.nodes += nodes
 
     def time(self, ms: float, expected: float) -> None:
-        """Take in how long a step took, and how long it was expected to take."""
+        """Record the measured and the expected time of a step."""
         self.timed += 1
         self.measured_us += round(1e3 * ms)
         self.expected_us += round(1e3 * expected)
 
     def put_into(self, stats: SpecDecodingStats) -> None:
-        """Put the report into vLLM's numbers of a step."""
+        """Store the report in vLLM's statistics of a step."""
         stats.num_draft_tokens_per_pos = [_MARK, *vars(self).values()]
 
     @classmethod
     def of(cls, stats: SpecDecodingStats) -> StepReport | None:
-        """Read what `put_into` put there; None: nothing."""
+        """Read the output of `put_into`; None if there is none."""
         mark, *numbers = stats.num_draft_tokens_per_pos or [0]
         return cls(*numbers) if mark == _MARK and len(numbers) == _NUM_FIELDS else None
 
 
 _NUM_FIELDS = len(fields(StepReport))
-_METRICS = {  # field of `StepReport` -> name, what it counts, divided by
-    "requests": ("step_requests", "Requests of all steps together.", 1),
-    "nodes": ("nodes", "Draft nodes verified; also of requests that had ended meanwhile.", 1),
-    "copied": ("lookup_accepted_tokens", "Accepted draft tokens that lookup alone proposed.", 1),
-    "timed": ("timed_steps", "Steps that step costs were learned from.", 1),
-    "measured_us": ("measured_ms", "Milliseconds that the timed steps took.", 1e3),
-    "expected_us": ("expected_ms", "Milliseconds that the timed steps should have taken.", 1e3),
+_METRICS = {  # field of `StepReport` -> name, description, divisor
+    "requests": ("step_requests", "Total requests over all steps.", 1),
+    "nodes": ("nodes", "Draft nodes verified, including those of requests that have ended.", 1),
+    "copied": ("lookup_accepted_tokens", "Accepted draft tokens proposed only by lookup.", 1),
+    "timed": ("timed_steps", "Steps used to update step costs.", 1),
+    "measured_us": ("measured_ms", "Measured milliseconds of the timed steps.", 1e3),
+    "expected_us": ("expected_ms", "Expected milliseconds of the timed steps.", 1e3),
     "chosen": ("budget_nodes", "Draft nodes chosen for the latest step.", 1),
     "ratio": (
         "expected_ratio",
-        "Expected speed if all drafted, against plain steps; below 1 steps are plain.",
+        "Expected speed with drafts relative to plain steps; below 1, steps are plain.",
         1e3,
     ),
 }
 _GAUGES = {"chosen", "ratio"}
-_TIMED = {"timed", "measured_us", "expected_us", "ratio"}  # where step costs are learned
+_TIMED = {"timed", "measured_us", "expected_us", "ratio"}  # only if step costs are measured
 
 
 def install_metrics() -> None:
@@ -107,7 +107,7 @@ def _prometheus(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if not is_medusa(vllm_config.speculative_config):
             return original(self, vllm_config, *args, **kwargs)
-        # a class attribute of vLLM's, for this one object
+        # shadows vLLM's class attribute in this object
         self._spec_decoding_cls = partial(TreeCounters, self, vllm_config)
         original(self, vllm_config, *args, **kwargs)
         self.medusa_registry = _registered_by_vllm()
@@ -117,7 +117,7 @@ def _prometheus(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _registered_by_vllm() -> CollectorRegistry:
-    """What vLLM has in the process's registry now: the metrics of the engine started last."""
+    """VLLM's metrics in the process's registry: those of the engine started last."""
     found = CollectorRegistry()
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "").startswith("vllm:"):
@@ -138,7 +138,7 @@ def _metrics(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TreeCounters:
-    """vLLM's counters with one position for each depth, and those of a `StepReport`."""
+    """vLLM's counters with one position per depth, and those of a `StepReport`."""
 
     def __init__(
         self,
@@ -149,9 +149,9 @@ class TreeCounters:
         per_engine_labelvalues: dict[int, list[object]],
         **more: Any,
     ) -> None:
-        """Register them; the last four arguments are what vLLM gives its own counters.
+        """Register them; the last four arguments are those of vLLM's own counters.
 
-        The names of the report's metrics begin with ``vllm:medusa_``.
+        The names of the report's metrics start with ``vllm:medusa_``.
         """
         options = EngineOptions.of(vllm_config)
         config = copy.copy(speculative_config)
@@ -164,7 +164,7 @@ class TreeCounters:
             return
         steps = logger._counter_cls(
             name="vllm:medusa_steps",
-            documentation="Steps by kind: tree (verified draft nodes), prefill (did more than "
+            documentation="Steps by kind: tree (verified draft nodes), prefill (more than "
             "decode), heads (only drafted), plain.",
             labelnames=[*labelnames, "kind"],
         )
@@ -184,7 +184,7 @@ class TreeCounters:
 
     def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
         """Count a step."""
-        if spec_decoding_stats.num_drafts:  # else it counts nothing, slowly
+        if spec_decoding_stats.num_drafts:  # skip empty updates, which are slow
             self._stock.observe(spec_decoding_stats, engine_idx)
         report = StepReport.of(spec_decoding_stats)
         if report is None or not self._steps:
@@ -210,22 +210,22 @@ def _logging(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class DepthLogging(SpecDecodingLogging):
-    """vLLM's line of the log: positions are depths, and what was drafted are nodes."""
+    """vLLM's log line with positions as depths and drafts as nodes."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
         self.depth = depth
 
     def observe(self, spec_decoding_stats: SpecDecodingStats) -> None:
-        """Take in a step's numbers of the depths that there are; steps without drafts have none."""
+        """Record a step's statistics, up to the max depth; steps without drafts have none."""
         if spec_decoding_stats.num_drafts:
             places = spec_decoding_stats.num_accepted_tokens_per_pos[: self.depth]
             super().observe(replace(spec_decoding_stats, num_accepted_tokens_per_pos=places))
 
     def log(self, log_fn: Callable[..., None] = compat.logger.info) -> None:
-        """Say what was verified and accepted since the last time.
+        """Log what was verified and accepted since the last time.
 
-        Of a tree's nodes most can't be accepted, so no rate of them is given.
+        Most nodes of a tree can't be accepted, so their acceptance rate is not logged.
         """
         if not self.num_drafts:
             return

@@ -1,4 +1,4 @@
-"""Resolves the user's speculative config to engine options.
+"""Resolve the user's speculative config to engine options.
 
 Everything is resolved in the process that builds the engine's config: the heads are inspected (not
 loaded), the tree is chosen and checked. The result is passed as plain JSON in
@@ -25,8 +25,8 @@ from vllm_medusa.worker import compat
 KEY = "medusa"
 EAGLE_METHODS = ("eagle", "eagle3")
 ASYNC_ON_V1 = (
-    "async scheduling would schedule before the path is accepted on vLLM's V1 model runner. Switch "
-    "it off, or take the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
+    "async scheduling is not supported on vLLM's V1 model runner. Disable "
+    "it, or use the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
 )
 DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"
 CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
@@ -35,19 +35,19 @@ V2_CUDA_WORKER = "vllm_medusa.worker.v2.cuda_worker.MedusaCUDAWorker"
 SCHEDULER = "vllm_medusa.worker.scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "vllm_medusa.worker.scheduler.TreeAsyncScheduler"
 EITHER_SCHEDULER = "vllm_medusa.worker.scheduler.tree_scheduler"
-_SECONDS_TO_COMPARE = 1.0  # of start-up, at most, for reading samples of the target's weights
+_SECONDS_TO_COMPARE = 1.0  # max start-up time for reading samples of the target's weights
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """The resolved and validated options for workers."""
 
-    heads: str | None  # a local path, of an EAGLE drafter too; None: there are none
+    heads: str | None  # a local path, also of an EAGLE drafter; None: no heads
     revision: str | None
     tree: TokenTree | DynamicTree
     acceptance: AcceptanceConfig
     budget: Literal["auto"] | int | dict[str, int] | None = None  # None: a static tree
-    taus: tuple[float, ...] = ()  # tokens per step with 1, 2, .. draft nodes; empty: not known
+    taus: tuple[float, ...] = ()  # tokens per step with 1, 2, .. draft nodes; empty: unknown
     lookup: bool = False  # also draft from the request's own text
 
     @property
@@ -58,12 +58,12 @@ class EngineOptions:
 
     @property
     def max_rows(self) -> int | None:
-        """Tokens of a step beyond which no drafts are added."""
+        """Tokens of a step above which no drafts are added."""
         return self.budget["max_rows"] if isinstance(self.budget, dict) else None
 
     @classmethod
     def of(cls, vllm_config: Any) -> EngineOptions:
-        """Read the options of a config made by `prepare`."""
+        """Read the options of a config created by `prepare`."""
         plain = vllm_config.additional_config[KEY]
         return cls(
             heads=plain["heads"],
@@ -95,7 +95,7 @@ def _tree_of(plain: Any) -> TokenTree | DynamicTree:
 
 
 def is_medusa(speculative_config: Any) -> bool:
-    """Whether vLLM's speculative config is one with trees of ours: heads' or EAGLE's."""
+    """Whether vLLM's speculative config is for our trees, from heads or EAGLE."""
     return speculative_config is not None and (
         speculative_config.model == DRAFTER or is_eagle(speculative_config)
     )
@@ -108,7 +108,7 @@ def is_eagle(speculative_config: Any) -> bool:
 
 
 def is_for_v2(speculative_config: Any) -> bool:
-    """Whether that config was made for the V2 runner."""
+    """Whether the config was created for the V2 runner."""
     if is_eagle(speculative_config):
         return bool(speculative_config.medusa_on_v2)
     return bool(speculative_config.method != "custom_class")
@@ -120,18 +120,18 @@ def prepare(
     """Replaces ``EngineArgs.create_speculative_config`` for method "medusa".
 
     Returns:
-        The `SpeculativeConfig` of a custom proposer with one draft token for each draft node; on
-        the V2 runner, which takes no custom proposers, one of our own class.
+        The `SpeculativeConfig` of a custom proposer with one draft token per draft node; on
+        the V2 runner, which does not support custom proposers, one of our own class.
 
     Raises:
-        MedusaConfigError, HeadsError, TreeError: All of them `ValueError`, before weights load.
+        MedusaConfigError, HeadsError, TreeError: All are `ValueError`, before weights load.
 
     """
     if problem := version_problem():
         raise MedusaConfigError(problem)
     on_v2 = compat.uses_v2_runner(parallel_config)
     compat.refuse_unsupported_platform(on_v2)
-    if engine_args.async_scheduling and not on_v2:  # vLLM would refuse it too, without a remedy
+    if engine_args.async_scheduling and not on_v2:  # vLLM would refuse it without a remedy
         raise MedusaConfigError(ASYNC_ON_V1)
     config = MedusaConfig.from_speculative_config(merged(engine_args))
     options = resolve(config, model_config)
@@ -193,8 +193,8 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
     source = config.model or model_config.model
     if config.revision is not None and Path(source).exists():
         raise MedusaConfigError(
-            f"revision {config.revision!r} was given for heads in the local {source}; only a hub "
-            "name has revisions. Leave it out."
+            f"revision {config.revision!r} was set for heads in the local {source}; only a hub "
+            "name has revisions. Omit it."
         )
     try:
         info = peek_heads(source, revision=config.revision)
@@ -202,8 +202,8 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
         if config.model is not None:
             raise
         raise HeadsError(
-            f"{str(error).removesuffix('.')}. The target was searched for heads because the "
-            'speculative config names no "model": name one, or set "lookup": true to copy without '
+            f"{str(error).removesuffix('.')}. The target was searched for heads, because the "
+            'speculative config has no "model": set it, or set "lookup": true to copy without '
             "heads."
         ) from None
     require_fit(info, model_config.get_hidden_size(), model_config.get_vocab_size())
@@ -229,7 +229,7 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
 
 
 def _dynamic(config: MedusaConfig, info: HeadsInfo, model_config: Any) -> DynamicTree:
-    """The dynamic trees from the user's options and the heads."""
+    """Dynamic trees from the user's options and the heads."""
     most = _most(config)
     vocab_size = info.draft_vocab_size or model_config.get_vocab_size()
     pool: TokenTree | Beam = widest_pool(info.num_heads, vocab_size)
@@ -247,7 +247,7 @@ def _most(config: MedusaConfig) -> int:
 
 
 def merged(engine_args: Any) -> dict[str, Any]:
-    """The speculative config with vLLM's ``--spec-*`` flags folded in, by vLLM's own rule."""
+    """The speculative config merged with vLLM's ``--spec-*`` flags, by vLLM's own rule."""
     merged = {
         key.replace("-", "_"): value
         for key, value in (engine_args.speculative_config or {}).items()
@@ -261,8 +261,8 @@ def merged(engine_args: Any) -> dict[str, Any]:
             continue
         if key in merged:
             raise MedusaConfigError(
-                f"{flag} {value} and --speculative-config['{key}'] = {merged[key]!r} say the same "
-                "thing twice; give one of them."
+                f"{flag} {value} and --speculative-config['{key}'] = {merged[key]!r} are "
+                "the same option; use one of them."
             )
         merged[key] = value
     return merged
@@ -271,8 +271,8 @@ def merged(engine_args: Any) -> dict[str, Any]:
 def _compare_targets(info: HeadsInfo, source: str, model_config: Any) -> None:
     """Warn if the heads have the fingerprint of another target, or can't be compared.
 
-    It is the weights in the target's files that are compared: a LoRA adapter's or what vLLM
-    quantises itself isn't seen, files that were quantised can't be told from others.
+    The weights in the target's files are compared: LoRA adapters and quantization by vLLM
+    are ignored, and quantized files can't be distinguished.
     """
     match = match_target(
         info,
@@ -287,24 +287,24 @@ def _compare_targets(info: HeadsInfo, source: str, model_config: Any) -> None:
 
 
 def choose_worker(parallel_config: Any, ours: str) -> None:
-    """Run our worker, unless the user named one; theirs must then derive from ours."""
+    """Use our worker, unless the user set one; it must then derive from ours."""
     if parallel_config.worker_cls == "auto":
         parallel_config.worker_cls = ours
     elif not compat.derives_from(parallel_config.worker_cls, ours):
         raise MedusaConfigError(
-            f"worker_cls is {parallel_config.worker_cls!r}, which can not verify trees. Leave "
-            f"worker_cls out, or derive your worker from {ours}."
+            f"worker_cls is {parallel_config.worker_cls!r}, which can't verify trees. Omit "
+            f"worker_cls, or derive your worker from {ours}."
         )
 
 
 def choose_scheduler(engine_args: Any, *, has_budget: bool) -> None:
-    """Run our scheduler, unless the user named one; with a budget theirs must derive from ours."""
+    """Use our scheduler, unless the user set one; with a budget, it must derive from ours."""
     if engine_args.scheduler_cls in (None, EITHER_SCHEDULER):
         engine_args.scheduler_cls = EITHER_SCHEDULER
     elif has_budget and not compat.derives_from(engine_args.scheduler_cls, SCHEDULER):
         raise MedusaConfigError(
             f"scheduler_cls is {engine_args.scheduler_cls!r}, which has no budget for dynamic "
-            f"trees. Leave scheduler_cls out, derive yours from {SCHEDULER}, or name a static "
+            f"trees. Omit scheduler_cls, derive yours from {SCHEDULER}, or use a static "
             '"tree".'
         )
 
@@ -313,7 +313,7 @@ def choose_triton_attention(engine_args: Any) -> None:
     """Make vLLM select its Triton attention, which tree attention replaces on CUDA.
 
     Raises:
-        MedusaConfigError: The user chose another backend.
+        MedusaConfigError: The user selected another backend.
 
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -324,19 +324,19 @@ def choose_triton_attention(engine_args: Any) -> None:
     others = [name for name in names if name not in ("NONE", "AUTO", "TRITON_ATTN")]
     if others:
         raise MedusaConfigError(
-            f"attention backend {others[0]} was asked for, which knows no trees. On CUDA, Medusa "
-            "runs in place of vLLM's Triton attention: leave the backend out, or ask for "
+            f"attention backend {others[0]} was requested, which does not support trees. Medusa "
+            "replaces vLLM's Triton attention on CUDA: omit the backend, or request "
             "TRITON_ATTN."
         )
     if config.backend is None:
         engine_args.attention_backend = AttentionBackendEnum.TRITON_ATTN
     compat.logger.warning_once(
-        "Medusa's tree attention for CUDA was verified through Triton's interpreter on CPUs only, "
-        "not on a GPU. Compare its greedy output with plain vLLM's before you rely on it."
+        "Medusa's tree attention for CUDA was tested only with Triton's interpreter on CPUs, "
+        "not on a GPU. Compare its greedy output with plain vLLM's before relying on it."
     )
 
 
 def absolute(source: str) -> str:
-    """A local path made absolute for workers; a hub name unchanged."""
+    """Make a local path absolute for workers; hub names are unchanged."""
     path = Path(source)
     return str(path.resolve()) if path.exists() else source

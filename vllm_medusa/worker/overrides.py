@@ -1,7 +1,7 @@
 """All patches of vLLM, each with its reason and when it can be removed.
 
 Subclassing is preferred; a patch is applied at most once and does not affect code without Medusa.
-A test finds patches that are not on the list.
+A test finds patches that are not in the list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MARK = "__medusa_override__"
 class Override(NamedTuple):
     """One patched attribute of vLLM."""
 
-    target: str  # its name ends with the attribute's
+    target: str  # dotted path
     why: str
     gone_when: str
 
@@ -31,18 +31,18 @@ OVERRIDES = (
     Override(
         "EngineArgs.create_engine_config",
         "Refuses unsupported combinations on the finished config, before any weight is loaded; "
-        "adds sizes of CUDA graphs, which vLLM counts in tokens and ends at 512.",
+        "adds CUDA graph sizes, which vLLM counts in tokens up to 512.",
         "general plugins get a hook after VllmConfig is built.",
     ),
     Override(
         "EngineArgs.add_cli_args",
-        "Adds --speculative-model, which vLLM dropped.",
-        "vLLM has the flag again, or users have moved to --speculative-config.",
+        "Adds --speculative-model, which vLLM removed.",
+        "vLLM restores the flag, or users have moved to --speculative-config.",
     ),
     Override(
         "EngineArgs.from_cli_args",
-        "Folds --speculative-model into the speculative config.",
-        "the flag goes.",
+        "Merges --speculative-model into the speculative config.",
+        "the flag is removed.",
     ),
     Override(
         "SamplingParams._validate_spec_decode",
@@ -52,25 +52,25 @@ OVERRIDES = (
     ),
     Override(
         "PrometheusStatLogger.__init__",
-        "Counts accepted tokens by depth; vLLM has a counter for each draft token, so for each "
-        "node of a tree, of which those beyond its depth never count.",
-        "vLLM asks the drafter how many positions a draft has.",
+        "Counts accepted tokens by depth; vLLM has one counter per draft token, so per "
+        "node of a tree; those beyond its depth are always 0.",
+        "vLLM queries the number of positions from the drafter.",
     ),
     Override(
         "LoggingStatLogger.__init__",
         "The same for its log line, which assumes chains.",
-        "the counters do.",
+        "as for the counters.",
     ),
     Override(
         "LLMEngine.get_metrics",
         "Reads the metrics of this engine. vLLM reads the process's registry, from which each "
-        "engine that starts removes the metrics of those before.",
-        "vLLM's engines in one process have metrics of their own.",
+        "new engine removes the metrics of earlier ones.",
+        "vLLM's engines in one process have separate metrics.",
     ),
     Override(
         "AsyncLLM.shutdown",
-        "Fails open requests: on SIGTERM vLLM stops the engine, and streams wait for its tokens, "
-        "the server for the streams, until the clients give up.",
+        "Fails open requests: on SIGTERM vLLM stops the engine, but streams wait for its tokens, "
+        "and the server for the streams, until the clients disconnect.",
         "plain vLLM ends streams on SIGTERM.",
     ),
     Override(
@@ -81,13 +81,13 @@ OVERRIDES = (
     ),
     Override(
         "DefaultModelLoader.get_all_weights",
-        "During load_model: a full Medusa-2 checkpoint holds the heads beside the target, and "
-        "vLLM's models refuse tensors they do not know.",
+        "During load_model: a full Medusa-2 checkpoint holds the heads with the target, and "
+        "vLLM's models refuse unknown tensors.",
         "a plugin can name prefixes to skip.",
     ),
     Override(
         "cpu_worker.CPUModelRunner",
-        "During init_device: CPUWorker names its runner class itself, where the GPU worker has a "
+        "During init_device: CPUWorker hardcodes its runner class; the GPU worker has a "
         "method to override.",
         "CPUWorker calls Worker._make_model_runner.",
     ),
@@ -98,25 +98,25 @@ OVERRIDES = (
     ),
     Override(
         "target_model.get_model_state_cls",
-        "V2: the loaded target brings our model state, which V2 asks the model for by this name.",
-        "V2 loads a custom speculator class by name, which brings its state.",
+        "V2: the loaded target returns our model state from this method, which V2 calls.",
+        "V2 loads a custom speculator class by name, which provides its state.",
     ),
     Override(
         "RequestState.all_token_ids",
-        "V2 with lookup: the requests' texts lie in host memory by default, and each step searches "
-        "them all. vLLM replaces the table in the same way for its own n-grams.",
-        "a speculator can ask for the table on the device.",
+        "V2 with lookup: the requests' texts are in host memory by default, and each step searches "
+        "all of them. vLLM replaces the table in the same way for its own n-grams.",
+        "a speculator can request the table on the device.",
     ),
     Override(
         "LogitsProcessorWithLoRA.forward",
-        "While heads draft: they take the target's own LM head, without the adapters of a step's "
-        "rows, which the heads' rows are not.",
+        "While heads draft: they use the target's own LM head, without the adapters of a step's "
+        "rows, which differ from the heads' rows.",
         "vLLM's LM head can be called without adapters.",
     ),
     Override(
         "LogitsProcessor.soft_cap",
-        "While the rows of a draft vocabulary are read: a cap is not linear, so not in the rows.",
-        "vLLM's models give their LM head's weights whatever their layout.",
+        "While the rows of a draft vocabulary are read: a cap is not linear, so it is excluded.",
+        "vLLM's models return their LM head's weights in any layout.",
     ),
 )
 

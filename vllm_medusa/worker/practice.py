@@ -1,9 +1,9 @@
 """Measure step times at start-up: dummy requests run through our scheduler and the runner.
 
-The cost of drafts is then available before the first request. The duration is bounded: results are
-stored for `TreeScheduler`, and later engines of the same kind only measure changes. A table that
-was measured under other load overestimates the cost of drafts, and while nothing is drafted this
-is not corrected for long.
+So the cost of drafts is known before the first request. The duration is limited: results are
+stored for `TreeScheduler`, and later engines of the same kind only measure changes. A table
+measured under other load overestimates the cost of drafts, and while drafting is off this
+is corrected only slowly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AGAIN = 0.3  # fraction of it if costs are known from an earlier start
 _PROMPT = (0, 1)
 _WARM_UP = (0, 4)  # the first steps of a kind are slow and are discarded
 # Requests, and their draft nodes in consecutive steps, coarse first. The first step is discarded,
-# and so is a step with drafts after one without, or the reverse: the first tree after plain steps
+# and so is a step with drafts after one without, or vice versa: the first tree after plain steps
 # takes longer than the following ones.
 _PLAN = (
     (1, (0, 0, 0, 4, 4, 2, 8)),
@@ -48,13 +48,13 @@ _PLAN = (
     (16, (4, 4, 3)),
     (32, (0, 0, 0, 1, 1, 2)),
 )
-_FEW, _TURNS = 2, 3  # up to so many requests, whose steps differ least, are timed three times
+_FEW, _TURNS = 2, 3  # up to this number of requests, steps are timed three times
 
 
 class _Script(Auto):
-    """Verifies a given number of nodes, and records the times."""
+    """Verifies a scripted number of nodes, and records the times."""
 
-    nodes = 0  # of each request, in the next step
+    nodes = 0  # per request in the next step
     learns = False
 
     def limit(self, requests: int, room: int, prefills: float = 0.0) -> int:
@@ -79,7 +79,7 @@ class _Practice(TreeScheduler):
     def new_policy(self) -> _Script:
         cost, problem = self.costs.load()
         if problem:
-            compat.logger.info("Step costs are measured anew: %s", problem)
+            compat.logger.info("Measuring step costs again: %s", problem)
         self.known_steps = cost.steps
         return _Script(cost, Acceptance(), self.max_drafts, self.options.tree.max_depth)
 
@@ -130,7 +130,7 @@ def measure_step_costs(worker: Any) -> None:
         cost.ms(8, 1, 1.0),
     )
     if problem := scheduler.costs.save(cost):
-        compat.logger.warning("Step costs are not kept: %s", problem)
+        compat.logger.warning("Step costs can't be stored: %s", problem)
 
 
 def _own_config(worker: Any) -> Any:
@@ -171,13 +171,13 @@ def _run(
     names = [f"medusa-practice-{index}" for index in range(requests)]
     most = scheduler.max_model_len - len(_PROMPT)
     if most < 1:
-        return False  # there is nothing to decode
-    # seeds: random as for user requests, and equal on all ranks
+        return False  # nothing to decode
+    # seeds: random as for user requests, but equal on all ranks
     for index, name in enumerate(names):
         params = SamplingParams(max_tokens=most, ignore_eos=True, seed=index)
         scheduler.add_request(Request(name, list(_PROMPT), params, None))
     script.learns, in_time = False, True
-    while scheduler.waiting and in_time:  # the prompts
+    while scheduler.waiting and in_time:  # prefill
         script.nodes = 0
         _step(worker, scheduler)
         in_time = _agreed(time.perf_counter() < end)
@@ -192,17 +192,17 @@ def _run(
         in_time = _agreed(time.perf_counter() < end)
     scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
     script.learns, script.nodes = teaches, 0
-    _step(worker, scheduler)  # the runner forgets them
+    _step(worker, scheduler)  # removes them from the runner
     return in_time
 
 
 def _step(worker: Any, scheduler: _Practice) -> None:
-    """One step, as vLLM's engine core does it (v1/engine/core.py, `step` and `post_step`)."""
+    """One step, as in vLLM's engine core (v1/engine/core.py, `step` and `post_step`)."""
     plan = scheduler.schedule()
     output = worker.execute_model(plan)
     if output is None:
         output = worker.sample_tokens(None)
-    if hasattr(output, "get_output"):  # of a runner that doesn't wait for its device
+    if hasattr(output, "get_output"):  # from a runner that doesn't wait for its device
         output = output.get_output()
     scheduler.update_from_output(plan, output)
     drafts = worker.take_draft_token_ids() if plan.total_num_scheduled_tokens else None

@@ -21,7 +21,7 @@ from vllm_medusa.worker.options import is_for_v2, is_medusa
 from vllm_medusa.worker.overrides import override
 
 CANDIDATES = 4  # per draft of a request with a grammar
-GREEDY_BELOW = 1e-5  # vLLM's own bound below which a temperature means greedy
+GREEDY_BELOW = 1e-5  # vLLM's limit below which a temperature means greedy
 
 
 def install_request_check() -> None:
@@ -45,10 +45,10 @@ def _validate(original: Callable[..., None]) -> Callable[..., None]:
             ) from error
         if self.thinking_token_budget is not None:
             if is_for_v2(speculative_config):
-                reason = "counts drafts as a chain in vLLM's V2 model runner. Leave it out, or set"
+                reason = "counts drafts as a chain in vLLM's V2 model runner. Omit it, or set"
                 reason += " VLLM_USE_V2_MODEL_RUNNER=0."
             elif acceptance.mode == "typical":
-                reason = "needs lossless acceptance. Leave one of them out."
+                reason = "needs lossless acceptance. Omit one of them."
             else:
                 return
             raise VLLMValidationError(
@@ -63,9 +63,9 @@ def _validate(original: Callable[..., None]) -> Callable[..., None]:
 def follows_grammar(params: Any) -> bool:
     """Whether a request's output is structured, so that the scheduler chooses its drafts.
 
-    ``params`` are its ``SamplingParams``, or None. vLLM walks a grammar along the drafts as if they
-    were a chain, so of its masks only the first, the root's, is right for a tree;
-    `worker.grammar_drafts` makes the others.
+    ``params`` are its ``SamplingParams``, or None. vLLM advances a grammar along drafts as along a
+    chain, so only the first of its masks, the root's, is right for a tree;
+    `worker.grammar_drafts` computes the others.
     """
     return params is not None and params.structured_outputs is not None
 
@@ -82,7 +82,7 @@ def acceptance_of(params: Any, default: AcceptanceConfig) -> AcceptanceConfig:
 
 @dataclass(frozen=True)
 class TypicalRule:
-    """The typical rule of B requests; it applies to those of ``mask``."""
+    """The typical rule of B requests; applies to those in ``mask``."""
 
     mask: Tensor  # bool [B]
     epsilon: Tensor  # float32 [B]
@@ -106,13 +106,13 @@ class RequestOptions:
         self._epsilon, self._delta = np.ones((2, num_slots), dtype=np.float32)
 
     def add(self, slot: int, params: SamplingParams, prompt_len: int) -> None:
-        """Add a request; its slot may have been used before."""
+        """Add a request to a slot, which may have been used before."""
         rule, max_tokens = acceptance_of(params, self.default), self._max_model_len
         if params.max_tokens is not None:
             max_tokens = min(max_tokens, prompt_len + params.max_tokens)
         self._max_tokens[slot] = max_tokens
         sampled = params.temperature >= GREEDY_BELOW
-        # At temperature 0 typical acceptance is greedy exactly, as the lossless rule is.
+        # At temperature 0 typical acceptance is exactly greedy, like the lossless rule.
         typical = rule.mode == "typical" and sampled
         self._by_path[slot] = (
             params.repetition_penalty != 1.0
@@ -135,7 +135,7 @@ class RequestOptions:
         return self._follows[slots]
 
     def may_copy(self, slots: np.ndarray) -> np.ndarray:
-        """Of B requests, bool [2, B]: those that follow no grammar; those that sample."""
+        """Bool [2, B]: requests without a grammar, and requests that sample."""
         return np.stack([~self._follows[slots], self._sampled[slots]])
 
     def useful_depth(self, slots: np.ndarray, num_tokens: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class RequestOptions:
         return (self._copy(self._max_tokens[slots]) - num_tokens - 1).clamp_min(0)
 
     def typical(self, slots: np.ndarray) -> TypicalRule | None:
-        """The requests that accept by the typical rule; None if there are none."""
+        """The requests with the typical rule; None if there are none."""
         if not self._typical[slots].any():
             return None
         return TypicalRule(

@@ -1,13 +1,13 @@
-"""vLLM's scheduler with draft trees: its hooks, and the parts that they ask.
+"""vLLM's scheduler with draft trees: its hooks, and the parts that they call.
 
-How many nodes a step verifies, and for which requests, is decided here, once for all ranks, when
-the drafts of a step have come in and before the next step is scheduled. Cuts of a tree are
-prefixes, so a share is a count. Whether the heads run at all is decided one step earlier, with the
-number of draft tokens that vLLM's scheduler passes on with every step.
+The number of nodes to verify, and for which requests, is decided here, once for all ranks, when
+the drafts of a step have arrived and before the next step is scheduled. Truncated trees are
+prefixes, so a share is a count. Whether the heads run is decided one step earlier, with the
+number of draft tokens that vLLM's scheduler sends with every step.
 
-Where vLLM schedules a step ahead, drafts stay on the device and can't be cut to the best: every
-request that decodes gets the same number, fixed together with the step at whose end they are
-drafted. What they were worth comes with the output of the step that verified them.
+If vLLM schedules a step ahead, drafts stay on the device and can't be reduced to the best: every
+request that decodes gets the same number, fixed together with the step that drafts
+them. Their survivals arrive with the output of the step that verified them.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from vllm_medusa.worker.grammar_drafts import GrammarDrafts
 from vllm_medusa.worker.metrics import StepReport
 from vllm_medusa.worker.options import EngineOptions, absolute
 
-_SAVE_SECONDS, _SAVE_IDLE_SECONDS = 60.0, 10.0  # nobody says when an engine ends
-_SAVE_STEPS = 50  # new ones that are worth writing
-_REPORT_STEPS = 8  # plain steps that are reported together
-_PREFILL_STEPS = 32  # that the share of prefills is a mean of
-_FORCED_EVERY = 4  # steps: what grammars force is looked for this often where it doesn't pay
+_SAVE_SECONDS, _SAVE_IDLE_SECONDS = 60.0, 10.0  # the end of an engine is not announced
+_SAVE_STEPS = 50  # min new steps to write
+_REPORT_STEPS = 8  # plain steps per report
+_PREFILL_STEPS = 32  # window of the fraction of prefills
+_FORCED_EVERY = 4  # interval of searches for forced tokens while they don't pay
 
 
 class TreeScheduler(Scheduler):
-    """Schedules as vLLM does, with the drafts that are worth their time."""
+    """vLLM's scheduler, with the drafts that are worth their cost."""
 
-    ahead = False  # a step is scheduled before the output of the last is there
+    ahead = False  # whether a step is scheduled before the output of the last arrives
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.options = options = EngineOptions.of(self.vllm_config)
         tree, on_v2 = options.tree, compat.uses_v2_runner(self.vllm_config.parallel_config)
-        self.max_drafts = tree.num_draft_tokens  # of a request
+        self.max_drafts = tree.num_draft_tokens  # per request
         self.pending: dict[str, Draft] = {}
         self.clock = PipelinedClock() if self.ahead else StepClock()
         depth = min(options.depth, tree.max_depth)  # without lookup
-        # V1 steps take trees of any depth
+        # V1 steps support trees of any depth
         run_depth = depth if on_v2 or options.budget is None else self.max_drafts
         self.grammar = GrammarDrafts(
             self.structured_output_manager,
@@ -72,23 +72,23 @@ class TreeScheduler(Scheduler):
             depth,
             run_depth,
         )
-        # runs that grammars force are drafted in steps without heads too
+        # forced runs are also drafted in steps without heads
         self.drafts_forced = not on_v2 and not isinstance(options.budget, int | None)
         key = cost_key(self.vllm_config) | {"rows": str(self.max_step_rows())}
         self.costs = CostStore(Path(envs.VLLM_CACHE_ROOT) / "medusa", key, self.max_step_rows())
         self.policy = self.new_policy()
-        if self.policy is not None:  # vLLM then asks for drafts of no request by itself
+        if self.policy is not None:  # vLLM then requests no drafts by itself
             self.dynamic_sd_lookup = [0] * (1 + self.max_num_running_reqs)
         self._report = StepReport()
-        # nodes that heads could draft at the end of the step whose output came last; None: all
+        # max nodes that heads drafted after the step of the last output; None: no limit
         self._limit_of_last: int | None = None
-        self._prefills = 0.0  # share of recent steps with a prefill
-        self._requests_wait = False  # although there were rows for them
-        self._has_sessions = False  # there was a request that takes more input later
+        self._prefills = 0.0  # fraction of recent steps with a prefill
+        self._requests_wait = False  # despite free rows
+        self._has_sessions = False  # some request takes more input later
         self._forced_turn = 0
 
     def new_policy(self) -> Auto | Fixed | None:
-        """Who decides how many nodes; None: trees are static, and vLLM cuts them."""
+        """The policy for the number of nodes; None: trees are static, and vLLM truncates them."""
         options = self.options
         if options.budget is None:
             return None
@@ -96,13 +96,13 @@ class TreeScheduler(Scheduler):
             return Fixed(self.max_drafts)
         cost, problem = self.costs.load()
         if problem:
-            compat.logger.info("Step costs are measured anew: %s", problem)
+            compat.logger.info("Measuring step costs again: %s", problem)
         acceptance = Acceptance(options.taus or USUAL_TAUS)
         num_heads = options.tree.max_depth
         return Auto(cost, acceptance, self.max_drafts, num_heads, even=self.ahead)
 
     def add_request(self, request: Request) -> None:
-        """Take in a request; its accepted drafts are counted by depth, as steps accept paths."""
+        """Add a request; its accepted drafts are counted by depth."""
         self._has_sessions |= request.resumable
         super().add_request(request)
         if request.spec_decode_metrics is not None:
@@ -111,9 +111,9 @@ class TreeScheduler(Scheduler):
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(depth)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule a step; the workers are told the topologies that they can't know."""
+        """Schedule a step; topologies that workers can't know are sent to them."""
         self._learn_time(self.clock.begin())
-        if self._has_sessions:  # more input follows what a step accepted, stop token or not
+        if self._has_sessions:  # more input follows the accepted tokens, with or without stop token
             for request in self.running:
                 if request.resumable:
                     request.spec_token_ids = []
@@ -137,14 +137,14 @@ class TreeScheduler(Scheduler):
             for req_id, tokens in drafts.items()
             if (draft := self._draft_of(req_id)) is not None
             and draft.parents is not None
-            and draft.token_ids[: len(tokens)] == tokens  # else placeholders of vLLM's
+            and draft.token_ids[: len(tokens)] == tokens  # otherwise vLLM's placeholders
         }
         if trees:
             output.tree_parents = trees
         return output  # type: ignore[no-any-return]
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Cut the drafts that came in to what the next step verifies."""
+        """Reduce the received drafts to those that the next step verifies."""
         if not any(draft_token_ids.draft_token_ids) and not self._needs_no_heads(draft_token_ids):
             for request in map(self.requests.get, draft_token_ids.req_ids):
                 if request is not None and request.spec_token_ids:
@@ -169,7 +169,7 @@ class TreeScheduler(Scheduler):
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Take the drafts that a step scheduled ahead verifies already; masks tell what counts."""
+        """Record the drafts that a step scheduled ahead verifies; masks encode which are valid."""
         super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
         scheduled, parents = scheduler_output.scheduled_spec_decode_tokens, {}
         for req_id, candidates in getattr(draft_token_ids, "candidates", {}).items():
@@ -192,9 +192,9 @@ class TreeScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:
-        """Learn from a step; the rest is vLLM's."""
+        """Update the estimates from a step; the rest is vLLM's."""
         step = self.clock.output()
-        if step is not None and step.requests:  # vLLM makes its numbers of the step with the rest
+        if step is not None and step.requests:  # vLLM collects its statistics in the call below
             drafted = step.limit > 0 and self.options.tree.max_depth > 0
             nodes = sum(step.nodes.values())
             self._report.add(step.requests, nodes, prefill=step.prefill, drafted=drafted)
@@ -211,7 +211,7 @@ class TreeScheduler(Scheduler):
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
     ) -> SchedulerStats | None:
-        """Add what the steps were like to vLLM's numbers, for the front end's metrics."""
+        """Add step statistics to vLLM's, for the front end's metrics."""
         if self.log_stats and self.policy is not None and not self._report_can_wait():
             spec_decoding_stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
             if isinstance(self.policy, Auto):
@@ -221,30 +221,30 @@ class TreeScheduler(Scheduler):
         return super().make_stats(spec_decoding_stats, *args, **kwargs)
 
     def _report_can_wait(self) -> bool:
-        """Whether the report says only that a few steps were plain, and a step follows."""
+        """Whether the report is only a few plain steps, and a step follows."""
         report = self._report
         told = report.tree or report.prefill or report.heads or report.chosen
         return not told and 0 < report.plain < _REPORT_STEPS and bool(self.running)
 
     def shutdown(self) -> None:
-        """Keep what was learned; the rest is vLLM's."""
+        """Store step costs; the rest is vLLM's."""
         self.save_costs(0.0)
         super().shutdown()
 
     def save_costs(self, min_seconds: float) -> None:
-        """Write step costs, if the last time was that long ago."""
+        """Write step costs, if the last write was that long ago."""
         if isinstance(self.policy, Auto):
             problem = self.costs.save(self.policy.cost, _SAVE_STEPS, min_seconds)
             if problem:
-                compat.logger.warning_once("Step costs are not kept: %s", problem)
+                compat.logger.warning_once("Step costs can't be stored: %s", problem)
 
     def max_step_rows(self) -> int:
-        """Rows that a decoding step can have."""
+        """Max rows of a decoding step."""
         most = self.scheduler_config.max_num_seqs * (1 + self.max_drafts)
         return min(self.max_num_scheduled_tokens, most)
 
     def _limit(self, requests: int) -> int:
-        """Nodes to draft for each of so many requests at most."""
+        """Max nodes to draft for each of so many requests."""
         assert self.policy is not None
         room = self.max_num_scheduled_tokens - requests
         if self.options.max_rows is not None:
@@ -252,7 +252,7 @@ class TreeScheduler(Scheduler):
         return self.policy.limit(requests, room, self._prefills)
 
     def _draft_of(self, req_id: str) -> Draft | None:
-        """What waits for a request; a name may be another's by now."""
+        """The pending draft of a request; its id may have been reused."""
         draft = self.pending.get(req_id)
         if draft is None or draft.request is not self.requests.get(req_id):
             return None
@@ -260,19 +260,19 @@ class TreeScheduler(Scheduler):
 
     @property
     def _looks_for_copies(self) -> bool:
-        """Whether a request without copied drafts tells something."""
+        """Whether the absence of copied drafts is informative."""
         return isinstance(self.policy, Auto) and (
             self.options.lookup or self.policy.acceptance.copies
         )
 
     def _needs_no_heads(self, message: DraftTokenIds) -> bool:
-        """Whether there can be drafts although no head drafted."""
+        """Whether there can be drafts although no head ran."""
         if getattr(message, "candidates", None):
             return True
         return self.drafts_forced and any(r.use_structured_output for r in self.running)
 
     def _received(self, message: DraftTokenIds) -> dict[str, Draft]:
-        """The drafts of a message, of requests that can use them, with what grammars allow."""
+        """The received drafts, of requests that can use them, filtered by grammar."""
         survival = getattr(message, "survival", None) or itertools.repeat(())
         sources = getattr(message, "proposed_by", {})
         candidates = getattr(message, "candidates", {})
@@ -295,7 +295,7 @@ class TreeScheduler(Scheduler):
                 draft = self.grammar.forced(request) if req_id in forced_for else None
                 if draft is None:
                     request.spec_token_ids = []
-                    continue  # what could have been drafted is unknown
+                    continue  # possible drafts are unknown
             else:
                 draft = Draft(values, request=request, token_ids=tokens)
                 draft.copied = sources.get(req_id, [0] * len(values) if copies else None)
@@ -304,9 +304,9 @@ class TreeScheduler(Scheduler):
         return found
 
     def _forced_for(self, message: DraftTokenIds, candidates: Any) -> Iterable[str]:
-        """For whom to look for what grammars force: if no head drafted, and it is likely to pay.
+        """Requests to search for forced tokens: if no head ran, and the search is likely to pay.
 
-        Where it doesn't pay, a request now and then tells what it would bring.
+        Otherwise one request is searched occasionally, to update the estimate.
         """
         if not self.drafts_forced or candidates or not isinstance(self.policy, Auto):
             return ()
@@ -324,7 +324,7 @@ class TreeScheduler(Scheduler):
         return () if rest else (followers[turn % len(followers)],)
 
     def _room(self) -> int:
-        """Rows of the next step that are left for drafts by what requests need."""
+        """Rows of the next step that are left for drafts."""
         admits = len(self.running) < self.max_num_running_reqs and not self._requests_wait
         left, has_prefill = self.max_num_scheduled_tokens, False
         for request in itertools.chain(self.running, self.waiting if admits else ()):
@@ -334,16 +334,16 @@ class TreeScheduler(Scheduler):
             if left <= 0:
                 return 0
         if has_prefill and isinstance(self.policy, Auto):
-            return 0  # rows cost what arithmetic costs then, which drafts rarely earn
+            return 0  # rows are then compute-bound, which drafts rarely repay
         if self.options.max_rows is not None:
             left = min(left, self.options.max_rows - len(self.running))
         return max(0, min(left, self._free_slots()))
 
     def _free_slots(self) -> int:
-        """KV slots that drafts can have without a running request being preempted for them.
+        """KV slots available for drafts without preempting a running request.
 
-        Each request may need a block for itself and one more for the ragged end of its drafts.
-        What vLLM reserves behind them (an EAGLE drafter's scratch) it has since its prefill.
+        Each request may need one block for itself and one more for the partial block of its drafts.
+        Slots that vLLM reserves after them (an EAGLE drafter's scratch) are allocated at prefill.
         """
         groups = len(self.kv_cache_config.kv_cache_groups)
         blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() // groups
@@ -359,9 +359,9 @@ class TreeScheduler(Scheduler):
             self._report.time(ms, expected)
 
     def _learn_drafts(self, scheduler_output: SchedulerOutput, output: Any) -> None:
-        """Compare what was accepted with what was expected of all that was drafted.
+        """Compare the accepted drafts with the expected acceptance of all drafts.
 
-        Requests of whose drafts none was verified count too: else only sure ones would be seen.
+        Requests without verified drafts count too; otherwise only likely drafts would be observed.
         """
         if not self.pending:
             return
@@ -381,7 +381,7 @@ class TreeScheduler(Scheduler):
                 path = _accepted_copies(draft, nodes, sampled[:-1])
                 self._report.copied += path.count(FROM_LOOKUP)
                 accepted -= 0 if self.ahead else len(path)
-            if self.ahead:  # places are all that counts
+            if self.ahead:  # only ranks are known
                 draft.copied = None
             if len(draft.survival) or draft.copied is not None:
                 seen.append((draft, nodes, accepted))
@@ -390,14 +390,14 @@ class TreeScheduler(Scheduler):
 
 
 class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
-    """The same where vLLM schedules a step ahead."""
+    """The same if vLLM schedules a step ahead."""
 
     ahead = True
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:
-        """Take what the step's drafts were worth, which comes with its output."""
+        """Record the survivals of the step's drafts, which arrive with its output."""
         told: Any = getattr(model_runner_output, "tree_survival", None) or ([], [])
         names, log_survival = told
         copies = getattr(model_runner_output, "tree_copies", None)
@@ -431,7 +431,7 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
                 self._report.chosen += len(request.spec_token_ids)
 
     def _even_count(self) -> int:
-        """Drafts of each running request in the next step."""
+        """Number of drafts per running request in the next step."""
         assert self.policy is not None
         requests = len(self.running)
         most = min(self.max_drafts, self._room() // max(requests, 1))
@@ -439,14 +439,14 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
 
 
 def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> TreeScheduler:
-    """The scheduler that goes with how an engine schedules, which vLLM decides last of all."""
+    """Create the scheduler for the engine's scheduling mode, which vLLM decides last."""
     ahead = vllm_config.scheduler_config.async_scheduling
     kind = TreeAsyncScheduler if ahead else TreeScheduler
     return kind(vllm_config, *args, **kwargs)
 
 
 def cost_key(config: Any) -> dict[str, str]:
-    """What step costs depend on, as far as it is known beforehand."""
+    """Everything that step costs depend on, as far as known in advance."""
     model, parallel = config.model_config, config.parallel_config
     options = EngineOptions.of(config)
     beam = getattr(options.tree, "pool", None)
@@ -469,7 +469,7 @@ def cost_key(config: Any) -> dict[str, str]:
 
 
 def _accepted_copies(draft: Draft, nodes: int, accepted: list[int]) -> list[int]:
-    """Who proposed the accepted tokens of the chain that needed no heads."""
+    """Origins of the accepted tokens of the chain that needs no heads."""
     proposed = zip(draft.token_ids[:nodes], draft.copied or (), strict=False)
     chain = [(token, source) for token, source in proposed if source]
     pairs = zip(chain, accepted, strict=False)

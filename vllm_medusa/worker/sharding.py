@@ -1,6 +1,6 @@
 """Drafting on tensor-parallel ranks: each scores its shard of the vocabulary.
 
-All ranks must draft identically. Whole LM heads on every rank would be read by each; gathering
+All ranks must draft identically. Complete LM heads would be read by every rank; gathering
 logits would copy rows of the whole vocabulary. So each rank ranks its own ids, and only the best
 candidates are exchanged (`vllm_medusa.proposer.sharded`).
 """
@@ -16,7 +16,7 @@ from vllm.distributed import get_tp_group
 
 from vllm_medusa.proposer.sharded import VocabShard
 
-FEWEST_IDS = 64  # smaller shards do not pay for the exchange
+FEWEST_IDS = 64  # smaller shards do not repay the exchange
 
 
 def num_ranks() -> int:
@@ -36,7 +36,7 @@ def shard_of_rows(num_ids: int) -> VocabShard | None:
 def shard_of_target(target: Any, hidden_states: Tensor, num_ids: int) -> VocabShard | None:
     """The columns of ``target.compute_logits_local``; None if the model has no such method.
 
-    ``hidden_states`` [1, hidden_size] are arbitrary: only the padded width of the output is read.
+    ``hidden_states`` [1, hidden_size] are arbitrary: only the padded width of the output is used.
     """
     group = get_tp_group()
     local: Callable[[Tensor], Tensor] | None = getattr(target, "compute_logits_local", None)
@@ -46,6 +46,6 @@ def shard_of_target(target: Any, hidden_states: Tensor, num_ids: int) -> VocabSh
 
 
 def all_gather(keys: Tensor) -> Tensor:
-    """int64 [...] of this rank -> [R, ...] of all ranks, the same everywhere."""
-    floats = keys.unsqueeze(0).view(torch.float32)  # vLLM's shared memory copies floats only
+    """int64 [...] of this rank -> [R, ...] of all ranks, equal on all ranks."""
+    floats = keys.unsqueeze(0).view(torch.float32)  # vLLM's shared memory only copies floats
     return get_tp_group().all_gather(floats, 0).view(torch.int64)

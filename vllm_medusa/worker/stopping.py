@@ -1,8 +1,8 @@
 """Fail open requests on shutdown, and record whether the engine died before.
 
 On SIGTERM vLLM stops its engine and then waits for open connections; their streams wait for tokens
-of the engine that is gone, until the clients give up. When the engine dies the server ends too, but
-with status 0: `vllm-medusa serve` reads `died` and returns another.
+of the stopped engine, until the clients disconnect. When the engine dies the server ends too, but
+with status 0: `vllm-medusa serve` reads `died` and returns 1.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class ServerStopped(EngineDeadError):
     """The engine stopped before the answer was complete."""
 
     def __str__(self) -> str:
-        return "The server was stopped before the answer was complete. Ask again elsewhere."
+        return "The server was stopped before the response was complete. Retry on another server."
 
 
 def install_stopping() -> None:
-    """End open requests when the engine is stopped."""
+    """Fail open requests when the engine is stopped."""
     override(AsyncLLM, "shutdown", _shutdown)
 
 
@@ -41,7 +41,7 @@ def _shutdown(original: Callable[..., None]) -> Callable[..., None]:
         handler = getattr(self, "output_handler", None)
         original(self, *args, **kwargs)
         if handler is not None and is_medusa(self.vllm_config.speculative_config):
-            # in the event loop of the requests, which is another thread's
+            # in the requests' event loop, which runs in another thread
             run_in_loop(handler.get_loop(), self.output_processor.propagate_error, ServerStopped())
 
     return shutdown

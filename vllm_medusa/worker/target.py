@@ -15,12 +15,12 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.heads.formats import is_head_tensor
 
-_CHANNELS = 64  # of the LM head, read at a time
+_CHANNELS = 64  # channels of the LM head per chunk
 
 
 @contextmanager
 def heads_left_out() -> Iterator[None]:
-    """Within the block vLLM's loader skips the heads in a full Medusa-2 checkpoint."""
+    """Within the block, vLLM's loader skips the heads in a full Medusa-2 checkpoint."""
     original = DefaultModelLoader.get_all_weights
 
     def get_all_weights(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -36,7 +36,7 @@ def heads_left_out() -> Iterator[None]:
 
 
 def adapted_heads(target: nn.Module) -> list[LogitsProcessorWithLoRA]:
-    """The target's LM heads that adapters may change; empty without LoRA."""
+    """The target's LM heads that adapters may modify; empty without LoRA."""
     return [layer for layer in target.modules() if isinstance(layer, LogitsProcessorWithLoRA)]
 
 
@@ -44,7 +44,7 @@ def adapted_heads(target: nn.Module) -> list[LogitsProcessorWithLoRA]:
 def adapters_left_out(heads: list[LogitsProcessorWithLoRA]) -> Iterator[None]:
     """Within the block, heads use the target's own LM head without adapters.
 
-    The adapted LM head looks up the adapter of each row of a step; rows of heads are none.
+    The adapted LM head looks up the adapter of each row of a step, but heads have other rows.
     """
 
     def forward_of(head: LogitsProcessorWithLoRA) -> Any:
@@ -71,7 +71,7 @@ def name_rows(heads: list[LogitsProcessorWithLoRA], logits_indices: Tensor) -> N
         adapters = wrapper.token_lora_indices[logits_indices]
         wrapper.indices_len[1] = len(adapters)
         wrapper.sampler_indices.copy_(adapters)
-        if hasattr(wrapper, "prompt_mapping_meta"):  # what kernels on CUDA read
+        if hasattr(wrapper, "prompt_mapping_meta"):  # read by the CUDA kernels
             wrapper.prompt_mapping_meta.prepare_tensors(wrapper.sampler_indices)
 
 
@@ -81,9 +81,9 @@ def store_target_rows(
 ) -> float | None:
     """Store the rows of the draft vocabulary in heads that share the target's LM head.
 
-    The logits of unit vectors are the LM head's columns, however the target keeps its rows: cut
-    over ranks, packed or quantised, its logits scaled or biased. A soft cap is not in the rows: it
-    is returned, as it acts on logits of theirs.
+    The logits of unit vectors are the LM head's columns, in any storage of the target: sharded
+    across ranks, packed or quantized, with scaled or biased logits. A soft cap is not in the rows:
+    it is returned, to be applied to their logits.
     """
     assert heads.token_map is not None
     size, token_map = heads.hidden_size, heads.token_map.to(device)

@@ -1,7 +1,7 @@
 """The trees of one runner, V1 or V2, by request slot, from drafting to verification.
 
 A slot is a running request's row in the tables here. On V2 slots are vLLM's; on V1 the runner
-gives them out. A request may be verified some steps after it was drafted for, and vLLM may cut its
+assigns them. A request may be verified some steps after it was drafted, and vLLM may truncate its
 drafts to a prefix.
 """
 
@@ -36,9 +36,9 @@ class Drafter(Protocol):
     To add heads that draft from the target's hidden state: the model and its tensors' names
     (`heads`, `heads.formats`), its step (`proposer.steps`, a `Marginal` or `Branching` of
     `proposer.build`), and its case in `drafting.MedusaDrafter`, `proposer.drafts.propose_tree` and
-    `options._dynamic`. A drafter with a KV cache of its own is another class with this protocol,
+    `options._dynamic`. A drafter with its own KV cache is another class with this protocol,
     like `eagle_trees.EagleTrees`: `engine_args` prepares its options, `options.is_medusa`
-    recognises it, `v1.worker` and `v2.speculator` choose its runner or speculator.
+    recognizes it, `v1.worker` and `v2.speculator` choose its runner or speculator.
     """
 
     tree: TreeTensors | None  # one static tree for all requests; None: dynamic trees
@@ -57,16 +57,16 @@ class Drafter(Protocol):
         limit: int | None = None,
         min_survival: float | None = None,
     ) -> DraftTrees:
-        """A tree for each request, the same on every rank.
+        """A tree for each request, equal on all ranks.
 
         Args:
             states: Inputs of B requests: for heads the target's hidden states
                 [B, H] at the last accepted nodes, for EAGLE drafters `eagle_trees.Roots`.
             root: int64 [B], the last sampled tokens.
             num_nodes: Nodes of each tree, root included.
-            max_depth: int64 [B], max useful depth per request. Requests with more than 0 have
+            max_depth: int64 [B], max useful depth per request. If above 0, the request has
                 ``scratch`` slots.
-            limit: Max useful drafts per request, from 1, which also bounds the number of levels.
+            limit: Max useful drafts per request, from 1, also an upper bound of levels.
                 None: all.
             min_survival: Deep heads run only if some draft reaches this survival. None: always.
 
@@ -75,7 +75,7 @@ class Drafter(Protocol):
 
 
 class Trees:
-    """The requests' options and topologies by slot, and the step that is being executed."""
+    """The requests' options and topologies by slot, and the current step."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Trees:
         drafter: Drafter,
         device: torch.device,
         *,
-        on_host: bool = False,  # the host may read the trees
+        on_host: bool = False,  # whether the host may read the trees
     ) -> None:
         scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
         self.options = options = EngineOptions.of(vllm_config)
@@ -99,11 +99,11 @@ class Trees:
             where = None if on_host else device
             self.lookup = Lookup(model.get_vocab_size(), slots, drafts, where)
         if self.static is None:
-            with torch.inference_mode(False):  # else only inference mode could write to it
-                # int64 [slots, N], of the last drafts; at first a root with children
+            with torch.inference_mode(False):  # otherwise writable only in inference mode
+                # int64 [slots, N], of the last drafts; initially a root with children
                 self.parents = torch.zeros(slots, self.num_nodes, dtype=torch.int64, device=device)
                 self.parents[:, 0] = -1
-        # parents of the drafts that the scheduler chose for this step, by request
+        # parents of the drafts chosen by the scheduler for this step, by request
         self.chosen_parents: Mapping[str, list[int]] = {}
         self.step: TreeStep | None = None  # None: no request has drafts
         self.verdict: Verdict | None = None
@@ -112,13 +112,13 @@ class Trees:
         self,
         slots: Tensor,  # int64 [B]
         req_ids: Sequence[str],
-        num_nodes: np.ndarray,  # int64 [B], how many nodes of its tree each request verifies
+        num_nodes: np.ndarray,  # int64 [B], number of nodes each request verifies
         cu_nodes: Tensor,  # integer [B + 1]
         rows: Tensor,  # integer [sum of num_nodes], the runner's logits indices
         input_ids: Tensor,  # integer [T], the scheduled tokens, placeholders not yet replaced
         slot_mappings: dict[int, Tensor] | None = None,  # KV group -> [T]; None: given later
     ) -> TreeStep | None:
-        """Lay out a step; nothing waits for the device. None: it has no drafts."""
+        """Lay out a step, without host sync. None: it has no drafts."""
         self.step = self.verdict = None
         if num_nodes.max(initial=1) > 1:
 
@@ -130,12 +130,12 @@ class Trees:
         return self.step
 
     def end(self) -> Verdict | None:
-        """End the step: its verdict. A dummy step that follows may lay out no trees."""
+        """End the step and return its verdict. A dummy step may follow without a layout."""
         verdict, self.step, self.verdict = self.verdict, None, None
         return verdict
 
     def write_positions(self, positions: Tensor, base: Tensor) -> None:
-        """Set each node's position to its context length plus its depth; slots are not changed.
+        """Set each node's position to its context length plus its depth; slots are unchanged.
 
         ``positions`` integer [>= T], ``base`` integer [B].
         """
@@ -146,20 +146,20 @@ class Trees:
         )
 
     def keep(self, slots: Tensor, parents: Tensor) -> None:
-        """Keep the topologies, int64 [B, N], of what was drafted for the requests in ``slots``."""
+        """Store the topologies, int64 [B, N], of the drafts for the requests in ``slots``."""
         if self.static is None:
             parents = parents[:, : self.num_nodes]
             self.parents[:, : parents.shape[1]].index_copy_(0, slots, parents)
 
     def topologies(self, slots: Tensor, width: int, num_nodes: Tensor) -> TreeBatch:
-        """The first ``num_nodes`` (integer [B]) nodes of what was kept, ``width`` nodes wide."""
+        """The first ``num_nodes`` (integer [B]) nodes of the stored trees, ``width`` nodes wide."""
         if self.static is not None:
             return self.static.batch(width, num_nodes)
         parents = self.parents[:, :width].index_select(0, slots)
         return TreeBatch.from_parents(parents, num_nodes, self._max_depth)
 
     def _with_chosen(self, batch: TreeBatch, req_ids: Sequence[str], counts: Tensor) -> TreeBatch:
-        """Replace the trees by those that the scheduler chose."""
+        """Replace the trees by those chosen by the scheduler."""
         device = counts.device
         rows = [row for row, name in enumerate(req_ids) if name in self.chosen_parents]
         if rows:
@@ -169,7 +169,7 @@ class Trees:
                 parents[place, 1 : 1 + len(own)] = own
             index = async_tensor_h2d(np.array(rows), device=device)
             batch = batch.with_trees(index, async_tensor_h2d(parents, device=device), counts[index])
-        if self._on_host:  # the exact depth: runs that a grammar forces may be deeper than others
+        if self._on_host:  # the exact depth: forced runs may be deeper than others
             batch = replace(batch, max_depth=int((batch.depths * batch.valid).max()))
         return batch
 
@@ -177,9 +177,9 @@ class Trees:
         """Max useful depth per request, int64 [B]; 0: none.
 
         ``num_tokens`` (integer [B]) are its tokens so far, the last ``num_new`` of them new: none
-        in a prefill that isn't finished.
+        in an unfinished prefill.
         """
-        if self.static is not None:  # is drafted whole
+        if self.static is not None:  # drafted whole
             return torch.full_like(num_tokens, self.static.max_depth).masked_fill(num_new == 0, 0)
         depth = self.requests.useful_depth(slots, num_tokens).masked_fill(num_new == 0, 0)
         if self._scratch:
@@ -190,13 +190,13 @@ class Trees:
     def add_copies(
         self,
         drafts: DraftTrees,
-        slots: Array,  # int64 [B]; this and the rest are arrays on the host, tensors on a device
+        slots: Array,  # int64 [B]; these are arrays on the host, tensors on a device
         texts: Array,  # integer [rows, L], prompts and outputs
-        rows: Array,  # int64 [B], the requests' rows of it
+        rows: Array,  # int64 [B], the requests' rows in ``texts``
         num_tokens: Array,  # int64 [B], as for `useful_depth`
         num_new: Array,  # int64 [B]
         depth: Array,  # int64 [B]
-        free: Array,  # bool [B], those that follow no grammar
+        free: Array,  # bool [B], requests without a grammar
         sampled: Array,  # bool [B]
     ) -> DraftTrees:
         """Merge the drafts with lookup's from the requests' own texts."""
@@ -211,9 +211,9 @@ class Trees:
 def tree_drafts(
     drafts: DraftTrees, req_ids: Sequence[str], structured: Sequence[bool]
 ) -> TreeDrafts:
-    """The drafts as the scheduler takes them; waits for the device.
+    """The drafts in the scheduler's format; waits for the device.
 
-    Of requests with ``structured`` output they are candidates, among which a grammar chooses.
+    For requests with ``structured`` output they are candidates, from which a grammar chooses.
     """
     found = TreeDrafts(list(req_ids), [], [])
     numbers = torch.stack([drafts.token_ids, drafts.parents, drafts.source]).tolist()

@@ -42,7 +42,7 @@ def refused(arguments, tmp_path, monkeypatch, capfd):
         (b'{"promt": "a"}\n{"prompt": "\xff"}\n', ["line 10: no key", "line 11: not UTF-8"]),
         (
             json.dumps({"prompt": "<s>def f(a):\n" * 5000}).encode(),
-            ["line 10:", "the target reads"],
+            ["line 10:", "the target's limit"],
         ),
     ],
 )
@@ -135,7 +135,7 @@ def test_what_is_begun_is_said_first(arguments, tmp_path, monkeypatch, capfd):
         cli.main([*arguments, "--on-bad-line", "skip"])
     said = commands.said(capfd)
     assert "skipping 1 bad line:" in said
-    assert "compare vLLM with it beside plain vLLM: about 6 min" in said
+    assert "compare vLLM with it against plain vLLM: about 6 min" in said
     assert "has no chat template, so 1 conversation among" in said
     assert "10 texts of up to 512 new tokens" in said
     assert "GB of memory)" in said and "(eager," in said
@@ -172,7 +172,7 @@ def test_a_disk_that_is_too_small(refused, monkeypatch):
         (["--train-args=--no-such-option 3"], "--no-such-option"),
         (["--train-args=--draft-vocab 1"], "fewer than 16 tokens drafts nothing"),
         (["--drafter", "eagle3", "--num-draft-tokens", "4"], "--budgets 4 measures trees of that"),
-        (["--drafter", "eagle3", "--method", "medusa-2"], "leaves the target as it is"),
+        (["--drafter", "eagle3", "--method", "medusa-2"], "does not change the target"),
         (["--drafter", "eagle3", "--num-layers", "2"], "EAGLE-3 has one decoder layer"),
     ],
 )

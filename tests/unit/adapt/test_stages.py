@@ -48,7 +48,7 @@ def test_a_stage_runs_once_and_is_announced(work):
     assert (folder / "log.txt").read_text() == "copied\n"
     done = (folder / "done.json").stat().st_mtime_ns
     assert work.copy(real=True) == folder
-    assert "1/1 copy: done before" in work.said
+    assert "1/1 copy: already done" in work.said
     assert (folder / "done.json").stat().st_mtime_ns == done
 
 
@@ -61,7 +61,7 @@ def test_other_inputs_or_options_are_another_stage_and_another_path_is_none(
     monkeypatch.chdir(tmp_path)
     work.folder = Path("work")
     assert work.copy(data="one").resolve() == first
-    assert "done before" in work.said
+    assert "already done" in work.said
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_stage_whose_result_is_not_as_noted_runs_again(work, name, left):
     if left is not None:
         (folder / name).write_text(left)
     work.copy()
-    assert "done before" not in work.said
+    assert "already done" not in work.said
     assert json.loads((folder / "out.json").read_text()) == {"a": 1}
 
 
@@ -85,11 +85,12 @@ def test_a_refusal_names_the_log_and_is_no_result(work, tmp_path):
     assert failure.value.status == 2
     moved.rename(work.data)
     work.copy()
-    assert "done before" not in work.said
+    assert "already done" not in work.said
 
 
 @pytest.mark.parametrize(
-    ("job", "message", "status"), [(jobs.broken, "copy: ", 3), (jobs.copy, r"left no out\.json", 1)]
+    ("job", "message", "status"),
+    [(jobs.broken, "copy: ", 3), (jobs.copy, r"not write out\.json", 1)],
 )
 def test_a_job_that_fails_or_leaves_nothing(work, tmp_path, job, message, status):
     with pytest.raises(StageFailed, match=message) as failure:

@@ -133,10 +133,10 @@ def test_costs_come_back_from_the_disk(tmp_path):
         ('"format"', '"format', "is not JSON"),
         ('"format": 3', '"format": 1', "another engine or version"),
         ("bfloat16", "float16", "another engine or version"),
-        ('"max_rows": 64', '"max_rows": 32', "not step costs"),
+        ('"max_rows": 64', '"max_rows": 32', "not a step-cost document"),
         ('"max_rows": 64', '"max_rows": 63', "63 rows"),
-        ('"steps"', '"stops"', "not step costs"),
-        ('"log_speed": ', '"log_speed": 99, "was": ', "not step costs"),
+        ('"steps"', '"stops"', "not a step-cost document"),
+        ('"log_speed": ', '"log_speed": 99, "was": ', "not a step-cost document"),
     ],
 )
 def test_bad_files_are_ignored_with_a_reason(tmp_path, old, new, says):

@@ -66,7 +66,7 @@ def test_every_budget_is_measured_and_the_fastest_named(arguments, tmp_path, cap
     assert document["automatic"]["identical"]
     said = capsys.readouterr().out
     assert "4 draft nodes, 2.00 times plain vLLM" in said
-    assert "With no tree named (automatic) it is 2.50 times." in said
+    assert "With automatic trees it is 2.50 times plain vLLM." in said
     assert [row[0] for row in map(comparison.cells, comparison.all_rows(document))] == [
         "2", "4", "automatic",
     ]  # fmt: skip
@@ -144,7 +144,7 @@ def test_prompts_of_records_are_what_stands_before_the_answers(tmp_path):
     [
         (["--output", "nowhere/figures.json"], "no folder nowhere"),
         (["--tree", "[[0],[0,0],[0,0,0],[0,0,0,0]]"], "there are 3 heads"),
-        (["--tree", "mc_sim"], "No preset is named 'mc_sim'"),
+        (["--tree", "mc_sim"], "There is no preset or file 'mc_sim'"),
     ],
 )
 def test_what_is_wrong_is_said_before_an_engine_starts(arguments, capsys, change, words):

@@ -30,7 +30,7 @@ def test_there_and_back(command, tmp_path):
     status, out, err = command("convert", HEADS, "--to", "v1", "-o", there, "--target", TARGET)
     assert (status, err) == (0, "")
     assert "5 heads of 3 layers as v1" in out
-    assert "note: each head was given a copy of the target's LM head" in out
+    assert "note: each head has a copy of the target's LM head" in out
     assert command("convert", there, "--to", "native", "-o", back)[0] == 0
     before, after = (load_file(f / "model.safetensors") for f in (Path(HEADS), back))
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -67,7 +67,7 @@ def test_heads_are_no_target(command, tmp_path, form):
     command("convert", HEADS, "--to", form, "-o", heads, "--target", TARGET)
     status, out, err = command("inspect", HEADS, "--target", heads)
     assert (status, out) == (2, "")
-    assert "Give the" in err
+    assert "Pass the" in err
 
 
 def test_inspect_of_a_target_and_of_neither(command, tmp_path):
@@ -118,7 +118,7 @@ def test_one_that_reads_the_last_state_only(command, tmp_path):
     file = tmp_path / "e" / "model.safetensors"
     save_file({n: t for n, t in load_file(file).items() if n != "fc.weight"}, file)
     code, out, _ = command("inspect", folder, "--target", target(tmp_path / "t"))
-    assert code == 1 and "NO trees: it reads the target's last hidden state only" in out
+    assert code == 1 and "NO trees: it reads only the target's last hidden state" in out
     assert medusa_config(folder)["method"] == "eagle3"
 
 

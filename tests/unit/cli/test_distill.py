@@ -66,7 +66,7 @@ def test_an_interrupted_job_goes_on_to_the_same_records(prompts, tmp_path, engin
     engine.steps_left = None
     assert run(*options, "-o", broken) == 0
     said = capfd.readouterr().err
-    assert "resuming: " in said and "cut off an unfinished last line (17 bytes)" in said
+    assert "resuming: " in said and "removed an incomplete last line (17 bytes)" in said
     assert lines(broken) == lines(whole)
     content = broken.read_bytes()
     assert run(*options, "-o", broken) == 0
@@ -89,10 +89,10 @@ def test_a_divided_conversation_is_whole_after_a_kill_between_its_lines(prompts,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--samples", "3", "--temperature", "0", "0.7"], "2 times the same text at temperature 0"),
+        (["--samples", "3", "--temperature", "0", "0.7"], "2 copies of a text at temperature 0"),
         (["--turns", "2"], "--turns 2 needs --self-talk"),
-        (["--conversations", "2"], "give one of --prompts FILE and --conversations"),
-        (["--conversations", "2", "--self-talk"], "give one of --prompts FILE and --conversations"),
+        (["--conversations", "2"], "either --prompts FILE, or --conversations"),
+        (["--conversations", "2", "--self-talk"], "either --prompts FILE, or --conversations"),
         (["--seed", "-1"], "'-1' is not allowed; use a whole number from 0 to 4294967295"),
         (["--acceptance", "typical"], "unrecognized arguments"),
     ],
@@ -120,4 +120,4 @@ def test_self_talk_says_that_conversations_ended_early(
     engine.ends_by = "length"
     assert run("-i", prompts, "-o", tmp_path / "r.jsonl", "--self-talk", "--turns", 2) == 0
     text = said(capfd)
-    assert "6 of 6 conversations ended before their 2 answers" in text
+    assert "6 of 6 conversations ended before 2 answers" in text

@@ -142,17 +142,17 @@ HEADS = ["--speculative-model", "heads"]
     [
         (["--tree", "x"], "--tree needs heads, --speculative-model HEADS, or --lookup"),
         ([*HEADS, "--tree", "{not json"], "isn't: Expecting"),
-        ([*HEADS, "--tree", "mc_sim"], "No preset is named 'mc_sim'"),
+        ([*HEADS, "--tree", "mc_sim"], "There is no preset or file 'mc_sim'"),
         ([*HEADS, "--tree", "[[0],[0,0,1]]"], "The tree ('[[0],[0,0,1]]') can't be used"),
-        (["--lookup", "--num-speculative-tokens", "256"], "give an integer from 1 to 255"),
-        ([*HEADS, "--acceptance", "exact"], 'mode is \'exact\'; give "lossless" or "typical"'),
+        (["--lookup", "--num-speculative-tokens", "256"], "use an integer from 1 to 255"),
+        ([*HEADS, "--acceptance", "exact"], 'mode is \'exact\'; use "lossless" or "typical"'),
         (["--engine-args", "[1]"], "use a JSON object"),
         (
             [*HEADS, "--engine-args", '{"speculative_config": {"budget": 7}}'],
-            "Give --speculative-model",
+            "Use --speculative-model",
         ),
         (["--lookup", "--budget", "never"], "budget is 'never'; give \"auto\""),
-        ([*HEADS, "--budget", "7", "--tree", "mc_sim_7b_63"], 'a static "tree" is named too'),
+        ([*HEADS, "--budget", "7", "--tree", "mc_sim_7b_63"], 'a static "tree" is set too'),
     ],
 )
 def test_what_can_not_work_is_refused(arguments, tmp_path, options, message, capfd):

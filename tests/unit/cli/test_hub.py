@@ -36,16 +36,16 @@ def find(tmp_path, monkeypatch):
 
 def test_a_name_that_the_hub_has_is_said(find):
     assert find("someone/model", cached=False, hub=None).notes == [
-        "someone/model: no such folder here; looking it up on the Hugging Face hub"
+        "someone/model: no such local folder; looking it up on the Hugging Face hub"
     ]
 
 
 def test_without_a_network_the_cache_is_used_or_the_remedy_said(find):
     told = find("someone/model", cached=True, hub=OSError("no route"))
-    assert told.notes[1] == "the hub can't be reached; using someone/model as it is in the cache"
+    assert told.notes[1] == "the hub is unreachable; using the cached someone/model"
     assert constants.HF_HUB_OFFLINE
     with pytest.raises(
-        ValueError, match=r"can't be reached \(no route\)\. Give the folder .* hf d"
+        ValueError, match=r"is unreachable \(no route\)\. Pass a model's folder, .* hf d"
     ):
         find("someone/model", cached=False, hub=OSError("no route"))
 

@@ -132,7 +132,7 @@ def test_what_is_stated_is_measured_on_the_merged_files(source, data, done):
 def test_a_degraded_target_is_kept_says_so_and_fails(source, data, tmp_path, capsys):
     output, bounds = tmp_path / "heads", ("--max-kl", "1e-9")
     assert train(source, data, output, *bounds) == 1
-    assert "degraded: KL(original || new) a token is" in said(capsys)
+    assert "degraded: KL(original || new) per token is" in said(capsys)
     assert (output / DEGRADED / "model.safetensors").exists() and not (output / MODEL).exists()
     assert told(output)["training"]["degraded"] and len(told(output)["training"]["shortfalls"]) == 1
     assert json.loads((output / DEGRADED / "config.json").read_text())["medusa_2"]["degraded"]
@@ -168,9 +168,9 @@ def test_a_target_that_diverged_is_kept_as_degraded(
     assert stated["medusa_2"]["shortfalls"] == training["shortfalls"]
     if diverged == "quality":
         assert training["quality"]["kl"] is training["quality"]["perplexity_after"] is None
-        assert "not finite" in text and "KL(original || new) a token is nan" in text
+        assert "not finite" in text and "KL(original || new) per token is nan" in text
     else:
-        assert "the new target, which is being trained, diverged" in text and "dtype" not in text
+        assert "The new target diverged" in text and "dtype" not in text
     assert train(source, data, output, *options) == 1
 
 
@@ -183,10 +183,10 @@ def test_given_heads_need_no_warm_up(source, data, done, tmp_path):
 
 def test_refused_before_anything_is_made(source, data, tmp_path, capsys):
     for options, words in (
-        (("--heldout-share", "0"), "its quality has to be measured: give --heldout"),
+        (("--heldout-share", "0"), "its quality must be measured: pass --heldout"),
         (("--max-perplexity-ratio", "0.5"), "ratio: '0.5' is not allowed; use a number from 1"),
-        (("--start-heads", "h", "--lm-heads", "own"), "--lm-heads is of new heads"),
-        (("--start-heads", "h", "--draft-vocab", "9"), "--draft-vocab is of new heads"),
+        (("--start-heads", "h", "--lm-heads", "own"), "--lm-heads is for new heads"),
+        (("--start-heads", "h", "--draft-vocab", "9"), "--draft-vocab is for new heads"),
         (("--backbone-rate", "0"), "--backbone-rate: '0' is not allowed; use a number above 0"),
         (("--dtype", "float16"), "Train it with --dtype bfloat16"),
     ):
@@ -202,7 +202,7 @@ def test_a_target_that_is_stored_quantised_is_refused(source, data, tmp_path, ca
     config["quantization_config"] = {"quant_method": "awq", "bits": 4}
     (folder / "config.json").write_text(json.dumps(config))
     assert train(str(folder), data, tmp_path / "heads") == 2
-    assert "stored quantised" in said(capsys) and not (tmp_path / "heads").exists()
+    assert "stored quantized" in said(capsys) and not (tmp_path / "heads").exists()
 
 
 def test_options_of_the_warm_up_reach_where_they_are_said_to(source, data, tmp_path):

@@ -52,7 +52,7 @@ def test_a_dry_run_changes_nothing(heads, capsys):
     ("arguments", "message"),
     [
         (["--max-depth", "6"], "there are 5 heads"),
-        (["--draw", "tree.txt"], "not a kind of picture"),
+        (["--draw", "tree.txt"], "not a supported picture format"),
         (["--output", "nowhere/tree.json"], "no folder nowhere"),
     ],
 )
@@ -82,7 +82,7 @@ def test_only_a_tree_of_this_command_is_replaced(heads, capsys):
         assert run("tree", heads, "-n", 3, "--output", file) == 2
         assert f"{file} exists and holds no tree" in capsys.readouterr().err
         assert file.read_bytes() == before
-    assert len(medusa(heads)["tree"]) == 4, "as it was"
+    assert len(medusa(heads)["tree"]) == 4, "unchanged"
 
 
 def test_heads_that_changed_or_were_never_calibrated(heads, capsys):

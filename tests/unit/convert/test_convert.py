@@ -50,7 +50,7 @@ def test_there_and_back_keeps_every_bit(foreign, kind, native, target, read, tmp
     before, config = read(source)
     folder, lm_head = target
     if foreign == "v2" and (kind.get("num_lm_heads") != 0 or kind.get("num_layers") == 0):
-        with pytest.raises(HeadsError, match="LM heads of its own"):
+        with pytest.raises(HeadsError, match="its own LM heads"):
             convert(source, foreign, tmp_path / "there", target=folder)
         assert not (tmp_path / "there").exists()
         return
@@ -103,9 +103,9 @@ def test_a_token_map_goes_where_it_can(num_lm_heads, native, target, read, tmp_p
     [
         ({"lm_bias": True}, ("v1", "vllm", "tgi", "tensorrt-llm"), "LM heads with biases"),
         ({"rows": 4, "token_map": torch.tensor([5, 0, 19, 7])}, ("vllm",), "stock vLLM"),
-        ({"num_lm_heads": 0}, ("v1", "vllm", "tensorrt-llm"), "Name the target by --target"),
-        ({"num_lm_heads": 0, "num_layers": 2}, ("tgi",), "Name the target by --target"),
-        ({}, ("v2",), "give --target to compare"),
+        ({"num_lm_heads": 0}, ("v1", "vllm", "tensorrt-llm"), "Pass --target"),
+        ({"num_lm_heads": 0, "num_layers": 2}, ("tgi",), "Pass --target"),
+        ({}, ("v2",), "pass --target to compare"),
     ],
 )
 def test_what_would_be_lost_is_refused(options, formats, message, native, tmp_path):
@@ -143,7 +143,7 @@ def test_lm_heads_equal_in_value_only_are_not_left_out(stored, target, tmp_path)
     plain = random_heads(2, 1)
     plain.lm_heads = [(stored(lm_head), None)] * 2
     write(tmp_path / "a" / "medusa_lm_head.pt", plain.spelled("v1"))
-    with pytest.raises(HeadsError, match="bit for bit and of the same dtype"):
+    with pytest.raises(HeadsError, match="bitwise equal to those"):
         convert(tmp_path / "a", "v2", tmp_path / "b", target=folder)
 
 
@@ -225,7 +225,7 @@ def test_an_output_is_replaced_only_on_demand_and_only_if_it_is_heads(native, re
         with pytest.raises(HeadsError, match="being read"):
             convert(read_from, "v1", source, overwrite=True)
     for inside in (source / "v1", source / ".." / source.name / "a" / "b"):
-        with pytest.raises(HeadsError, match=f"lies in, {source}, which is being read"):
+        with pytest.raises(HeadsError, match=f"is inside, {source}, which is being read"):
             convert(source, "v1", inside)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["native", "out"]
 
@@ -248,7 +248,7 @@ def test_what_is_not_heads_alone_is_never_replaced(kind, target, full, native, r
     elif kind == "a config alone":
         (out / "model.safetensors").unlink()
     before = {p.name: p.read_bytes() for p in out.iterdir()}
-    with pytest.raises(HeadsError, match=r"is, or holds, something else than heads.*another"):
+    with pytest.raises(HeadsError, match=r"has contents other than heads.*another"):
         convert(source, "vllm", out, target=target[0], overwrite=True)
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 

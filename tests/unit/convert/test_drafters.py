@@ -103,5 +103,5 @@ def test_a_map_of_a_whole_vocabulary(tmp_path: Path) -> None:
     assert load_file(tmp_path / "new" / "model.safetensors").keys().isdisjoint({"d2t", "t2d"})
     file = tmp_path / "source" / "model.safetensors"
     save_file(load_file(file) | {"d2t": torch.ones(512, dtype=torch.int64)}, file)
-    with pytest.raises(HeadsError, match="d2t renames"):
+    with pytest.raises(HeadsError, match="d2t permutes"):
         convert(source, "native", tmp_path / "other")

@@ -159,17 +159,17 @@ BROKEN = [
     ({"2.1.weight": None}, r"lacks '2\.1\.weight'"),
     ({"9.1.weight": torch.zeros(VOCAB, HIDDEN)}, r"lacks '3\.0\.linear\.weight'.* more tensors"),
     ({"0.1.bias": torch.zeros(VOCAB)}, r"lacks '1\.1\.bias', '2\.1\.bias'"),
-    ({"extra.scale": torch.zeros(1)}, r"has left over 'extra\.scale'"),
-    ({"0.0.linear.qweight": torch.zeros(1)}, r"has left over '0\.0\.linear\.qweight'"),
-    ({"1.2.weight": torch.zeros(VOCAB, HIDDEN)}, r"has left over '1\.2\.weight'"),
+    ({"extra.scale": torch.zeros(1)}, r"has unexpected 'extra\.scale'"),
+    ({"0.0.linear.qweight": torch.zeros(1)}, r"has unexpected '0\.0\.linear\.qweight'"),
+    ({"1.2.weight": torch.zeros(VOCAB, HIDDEN)}, r"has unexpected '1\.2\.weight'"),
     (
         {"2.1.weight": None, "2.2.weight": torch.zeros(VOCAB, HIDDEN)},
-        r"lacks '2\.1\.weight' and has left over '2\.2\.weight'",
+        r"lacks '2\.1\.weight' and has unexpected '2\.2\.weight'",
     ),
-    ({"lm_head.weight": torch.zeros(VOCAB, HIDDEN)}, "has left over"),
+    ({"lm_head.weight": torch.zeros(VOCAB, HIDDEN)}, "has unexpected"),
     (
         {"blocks.0.layers.0.weight": torch.zeros(HIDDEN, HIDDEN)},
-        r"left over .blocks\.0\.layers\.0\.weight",
+        r"unexpected .blocks\.0\.layers\.0\.weight",
     ),
     ({"0.0.linear.weight": torch.zeros(HIDDEN, HIDDEN, 1)}, r"'0\.0\.linear\.weight' has shape"),
     ({"1.0.linear.weight": torch.zeros(HIDDEN, 4)}, r"'1\.0\.linear\.weight' has shape \[8, 4\]"),
@@ -180,7 +180,7 @@ BROKEN = [
     ({"token_map": torch.zeros(2, 2, dtype=torch.int64)}, r"'token_map' has shape \[2, 2\]"),
     ({"token_map": torch.tensor([1, VOCAB])}, "'token_map' holds token id 20; .* 0 to 19"),
     ({"token_map": torch.tensor([1, -1])}, "'token_map' holds token id -1"),
-    ({"token_map": torch.tensor([1, 1])}, "'token_map' names some token twice"),
+    ({"token_map": torch.tensor([1, 1])}, "'token_map' has a duplicate token"),
     ({"2.0.linear.weight": NAN}, r"'2\.0\.linear\.weight' holds NaN or infinity.*Retrain"),
     ({"0.0.linear.bias": INF}, r"'0\.0\.linear\.bias' holds NaN or infinity"),
 ]
@@ -203,7 +203,7 @@ def test_names_are_the_files_own(tmp_path):
     write(tmp_path / "model.safetensors", tensors)
     with pytest.raises(HeadsError) as caught:
         peek_heads(tmp_path)
-    assert "lacks 'medusa_head.1.0.linear.bias' and has left over" in str(caught.value)
+    assert "lacks 'medusa_head.1.0.linear.bias' and has unexpected" in str(caught.value)
     assert "'medusa_head.0.0.gate.weight'" in str(caught.value)
     assert "'blocks.0.layers.0.weight'" in str(caught.value)
     assert "norm" not in str(caught.value)

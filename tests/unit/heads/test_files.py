@@ -62,7 +62,7 @@ def test_what_is_no_file_of_heads_is_refused_and_runs_no_code(name, put, message
 
 @pytest.mark.parametrize("source", ["./no/such", "no/such/folder", "heads.d/../x", "~/no such"])
 def test_neither_path_nor_hub_name(source):
-    with pytest.raises(HeadsError, match="no such file or folder, nor a hub name"):
+    with pytest.raises(HeadsError, match="no such file or folder, and not a hub name"):
         peek_heads(source)
 
 
@@ -85,7 +85,7 @@ def test_indices_that_lie(tmp_path):
         ({"weight_map": places}, r"a\.safetensors lacks 'medusa_head\.2\.0\.linear\.bias'"),
         (
             {"weight_map": places | {"medusa_head.2.1.weight": "b.safetensors"}},
-            r"names 'b\.safetensors', which is not beside it",
+            r"lists 'b\.safetensors', which is missing",
         ),
         ({}, "has no 'weight_map'"),
     ):
@@ -168,5 +168,5 @@ def test_offline_says_so(tmp_path, monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(HeadsError, match=r"'someone/heads'.*not a local folder.*give the folder"):
+    with pytest.raises(HeadsError, match=r"'someone/heads'.*not a local folder.*pass the folder"):
         peek_heads("someone/heads")

@@ -213,5 +213,5 @@ def test_what_can_not_be_compared_is_said(heads, tmp_path, monkeypatch):
     quantised = saved(tmp_path / "quantised", packed, config=config)
     match = match_target(heads(target), quantised)
     assert match.verdict == "unknown"
-    assert "quantised by gptq" in match.warning
+    assert "quantized by gptq" in match.warning
     assert match_target(heads(quantised), quantised).verdict == "same"

@@ -105,25 +105,25 @@ def test_the_references_file_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [
         (
             {"hydra_head.hydra_mlp.1.0.linear.weight": None},
             r"lacks '.*mlp.1.0.linear.weight'",
         ),
-        ({"hydra_head.hydra_mlp.0.0.res_connection.weight": None}, "don't see tokens"),
+        ({"hydra_head.hydra_mlp.0.0.res_connection.weight": None}, "don't read tokens"),
         ({"hydra_head.prefix_embeding_layer.norm.weight": torch.ones(4)}, "prefix attention"),
-        ({"hydra_head.hydra_mlp.0.odd": torch.ones(4)}, "left over"),
+        ({"hydra_head.hydra_mlp.0.odd": torch.ones(4)}, "unexpected"),
         ({"hydra_head.hydra_mlp.2.0.linear.weight": torch.ones(HIDDEN, 5)}, "has shape"),
         ({"hydra_head.hydra_lm_head.0.bias": torch.full((VOCAB,), torch.nan)}, "NaN"),
         ({"hydra_head.token_map": torch.arange(VOCAB) * 1.0}, "is float32; it must be one of int"),
         ({"hydra_head.token_map": torch.arange(VOCAB) + 1}, "token_map' holds token id 50"),
-        ({"hydra_head.token_map": torch.arange(VOCAB) // 2}, "token_map' names some token twice"),
-        ({"model.norm.weight": torch.ones(4)}, "left over 'model.norm.weight'"),
+        ({"hydra_head.token_map": torch.arange(VOCAB) // 2}, "token_map' has a duplicate token"),
+        ({"model.norm.weight": torch.ones(4)}, "unexpected 'model.norm.weight'"),
     ],
 )
-def test_what_can_not_be_used_is_named(tmp_path, change, told):
-    with pytest.raises(HeadsError, match=told):
+def test_what_can_not_be_used_is_named(tmp_path, change, reason):
+    with pytest.raises(HeadsError, match=reason):
         load_heads(reference(tmp_path, **change), hidden_size=HIDDEN, vocab_size=VOCAB)
 
 

@@ -80,9 +80,9 @@ def test_its_own_target(tmp_path, target):
 @pytest.mark.parametrize(
     ("options", "config", "verdict", "words"),
     [
-        ({"rows": 24}, {"vocab_size": VOCAB}, "fits", "4 rows of padding"),
+        ({"rows": 24}, {"vocab_size": VOCAB}, "fits", "4 padding rows"),
         ({"rows": 24}, {}, "does not fit", "24 tokens; the target has 20"),
-        ({"num_lm_heads": 0}, {}, "fits", "20 tokens, as the target"),
+        ({"num_lm_heads": 0}, {}, "fits", "20 tokens, as in the target"),
         ({"rows": 2, "token_map": torch.tensor([5, 19])}, {}, "fits", "2 of the target's 20"),
         (
             {"rows": 2, "token_map": torch.tensor([5, 20])},

@@ -42,7 +42,7 @@ def test_words_are_as_wide_as_every_address_and_stride_allows():
 
 def test_refused():
     cache = torch.zeros(4, 2, 3)
-    with pytest.raises(ValueError, match="Describe layers of one form at a time"):
+    with pytest.raises(ValueError, match="Describe layers of one kind at a time"):
         LayerCaches.of([cache, cache.double()], (0, 1))
     with pytest.raises(ValueError, match=r"\(4, 2, 3\).*another.*\(4, 2, 4\)"):
         LayerCaches.of([torch.zeros(4, 2, 4), cache], (0, 1))

@@ -17,7 +17,7 @@ def test_the_prefill_step_is_no_verification():
 def test_one_token_has_no_verification_step():
     assert Acceptance.of([1]).tau is None
     assert Acceptance.of([]).steps == 0
-    with pytest.raises(ValueError, match="every step delivers"):
+    with pytest.raises(ValueError, match="every step must deliver"):
         Acceptance.of([1, 0])
 
 

@@ -81,21 +81,21 @@ CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace
 @pytest.mark.parametrize(
     ("template", "talk", "reason"),
     [
-        (chat.FORGETFUL, [USER, THOUGHT, USER, THOUGHT], "doesn't put the assistant's words"),
-        (UPPER, [USER, THOUGHT], "doesn't put the assistant's words '<think>hm</think>Yes.'"),
-        (REASONING, [USER, {"role": "assistant", "content": "Yes."}], "rewrites what was said"),
+        (chat.FORGETFUL, [USER, THOUGHT, USER, THOUGHT], "doesn't put the assistant's text"),
+        (UPPER, [USER, THOUGHT], "doesn't put the assistant's text '<think>hm</think>Yes.'"),
+        (REASONING, [USER, {"role": "assistant", "content": "Yes."}], "rewrites earlier turns"),
         (LATE, [USER, {"role": "assistant", "content": "Yes."}], "doesn't put"),
-        (MOODY, [USER, THOUGHT, USER, THOUGHT], "otherwise when something follows them"),
-        (CUT, [USER, {"role": "assistant", "content": "ou"}], "run over into what follows"),
+        (MOODY, [USER, THOUGHT, USER, THOUGHT], "changes it when more text follows"),
+        (CUT, [USER, {"role": "assistant", "content": "ou"}], "extend into the next text"),
         (RAISING, TALK, "refuses the conversation: only two roles"),
         (None, TALK, "no chat template"),
         (chat.CHATML, [SYSTEM, USER], "no assistant turn"),
-        (chat.CHATML, [SYSTEM, THOUGHT], "begins with the assistant"),
+        (chat.CHATML, [SYSTEM, THOUGHT], "begins with an assistant turn"),
         (chat.CHATML, [USER, {"role": "assistant", "content": " "}], "message 2 of 'messages' is"),
-        (chat.CHATML, [], "a list of messages that isn't empty"),
+        (chat.CHATML, [], "a non-empty list of messages"),
         (chat.CHATML, [USER, {"role": "assistant"}], "use {'role': text, 'content': text}"),
         (chat.CHATML, [USER, {"role": "assistant", "content": "\ud800"}], "surrogate"),
-        (chat.CHATML, [{"from": "narrator", "value": "x"}], "speaker 'narrator'; known are system"),
+        (chat.CHATML, [{"from": "narrator", "value": "x"}], "speaker 'narrator'; use one of sys"),
         (chat.CHATML, [{"from": "human"}], "use {'from': speaker, 'value': text}"),
         (chat.CHATML, [{"from": None, "value": "x"}], "use {'from': speaker, 'value': text}"),
     ],
@@ -112,7 +112,7 @@ def test_plain_text_is_trained_from_its_second_token():
     ids, spans = encode_text("<s>import os\n", tokenizer)
     assert list(ids) == tokenizer("<s>import os\n")["input_ids"]
     assert spans == ((1, len(ids)),)
-    for text, reason in (("", "isn't empty"), (3, "isn't empty"), ("<s>", "a single token")):
+    for text, reason in (("", "non-empty"), (3, "non-empty"), ("<s>", "a single token")):
         with pytest.raises(PromptError, match=reason):
             encode_text(text, tokenizer)
 

@@ -42,7 +42,7 @@ def test_a_conversation_is_rendered_and_each_turn_is_answered(tokenizer) -> None
     assert first.whole == len(rendered) < length.whole
     assert length.positions(100) == length.whole + 200
     (bad,) = defaults.measure([two], tokenizer, room=first.whole - 1)
-    assert f"{first.whole} tokens, and the target reads" in bad.reason
+    assert f"{first.whole} tokens; the target's limit" in bad.reason
     tokenizer.chat_template = None
     (plain,) = measure(tokenizer, one)
     assert plain.whole == len(tokenizer("def f():")["input_ids"])

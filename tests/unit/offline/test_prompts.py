@@ -44,7 +44,7 @@ BAD = [
     ('{"prompt": ""}', "'prompt' is empty"),
     ('{"prompt": 7}', "'prompt' is 7"),
     ('{"turns": []}', "'turns' is []"),
-    ('{"turns": "one"}', "'turns' is a text"),
+    ('{"turns": "one"}', "'turns' is a string"),
     ('{"turns": ["a", ""]}', "an empty turn"),
     ('{"turns": ["a", 3]}', "role"),
     ('{"messages": [{"role": "user"}]}', "'content': text"),
@@ -98,7 +98,7 @@ def test_files_that_can_not_be_read_say_what_to_do(tmp_path):
         (tmp_path / "missing.txt", {}, "no such file"),
         (tmp_path, {}, "a folder, not a file"),
         (write(tmp_path / "prompts", "x"), {}, "rename the file"),
-        (text, {"column": "c"}, "drop it"),
+        (text, {"column": "c"}, "omit it"),
         (table, {}, "not a Parquet file"),
     ):
         with pytest.raises(PromptError, match=words):

@@ -86,10 +86,10 @@ def test_all_forms_in_one_file(tmp_path):
 
 BAD = [
     (b"{", "not JSON: "),
-    (b"[" * 100_000, "not JSON that can be read"),
+    (b"[" * 100_000, "invalid JSON"),
     (b"\xff{}", "not UTF-8 text: invalid start byte at byte 0"),
     ([1], "a list instead of an object"),
-    ({"index": 1, "error": "too long"}, "no record, but an error: too long"),
+    ({"index": 1, "error": "too long"}, "an error instead of a record: too long"),
     ({"prompt": "x"}, "no key 'token_ids', 'messages', 'conversations' or 'text'; the keys are"),
     ({"messages": []}, "'messages' needs the target's tokenizer"),
     ({"text": "x"}, "'text' needs the target's tokenizer"),

@@ -79,7 +79,7 @@ def test_draft_uses_the_targets_lm_head_and_the_token_map():
 
 
 def test_a_tree_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="3 deep; there are 2 heads"):
+    with pytest.raises(ValueError, match="depth 3, for 2 heads"):
         propose(torch.zeros(1, 2, 9), TreeTensors.from_tree(TokenTree.chain(3)))
     with pytest.raises(ValueError, match="best 6 tokens of a head; the heads score 5"):
         propose(torch.zeros(1, 2, 5), TreeTensors.from_tree(TokenTree.dense([6])))

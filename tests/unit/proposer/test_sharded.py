@@ -117,7 +117,7 @@ def test_every_rank_proposes_what_one_rank_would(mapped):
 
 def test_trees_that_do_not_fit():
     tree = TreeTensors.from_tree(TokenTree.dense([4, 3]))
-    with pytest.raises(ValueError, match="2 deep; there are 1 heads"):
+    with pytest.raises(ValueError, match="depth 2, for 1 heads"):
         propose_sharded(torch.zeros(1, 1, 9), tree, VocabShard(0, 9, 18), torch.stack)
     with pytest.raises(ValueError, match="best 4 tokens of a head; the heads score 3"):
         propose_sharded(torch.zeros(1, 2, 2), tree, VocabShard(0, 2, 3), torch.stack)

@@ -179,7 +179,7 @@ def test_what_is_written_says_what_it_is(target, trained):
     assert len(heldout["top"]) == K and heldout["labels"] > 0
     found = inspect_eagle(trained, target)
     assert (found.method, found.draft_vocab_size, found.fits) == ("eagle3", 300, True)
-    with pytest.raises(HeadsError, match="an EAGLE drafter, and heads are asked for"):
+    with pytest.raises(HeadsError, match="an EAGLE drafter, not heads"):
         peek_heads(trained)  # as calibrate and tree do
 
 
@@ -215,7 +215,7 @@ def test_a_shared_lm_head_stays_the_targets(target, records, trained, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"method": "medusa-2"}, "--heads eagle3 leaves the target as it is"),
+        ({"method": "medusa-2"}, "--heads eagle3 does not change the target"),
         ({"heads": {"num_layers": 2}}, "--num-layers 2 is for Medusa and Hydra"),
         ({"heads": {"kind": "hydra", "aux_layers": (1, 2, 3)}}, "option of --heads eagle3"),
     ],

@@ -96,7 +96,7 @@ def test_layers_that_cannot_be_adapted_are_refused(llama, wanted, words):
 
 def test_no_second_adapter(llama):
     lora.attach(llama, LoraSettings(rank=4), seed=0)
-    with pytest.raises(TargetError, match="carries an adapter already"):
+    with pytest.raises(TargetError, match="already has an adapter"):
         lora.attach(llama, LoraSettings(), seed=0)
 
 

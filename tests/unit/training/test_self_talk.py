@@ -38,10 +38,10 @@ DEAF = chat.CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'user' 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (chat.VICUNA, "ends a user's turn with ' ' and not with a token of its own"),
+        (chat.VICUNA, "ends a user's turn with ' ' instead of a special token"),
         (chat.GLM_4, "ends a user's turn with ''"),
-        (NO_HEADER, "no header before a user's words"),
-        (DEAF, "doesn't keep a user's words"),
+        (NO_HEADER, "no header before the user's text"),
+        (DEAF, "drops the user's text"),
         (None, "needs a chat template"),
     ],
 )

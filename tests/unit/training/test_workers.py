@@ -27,7 +27,7 @@ def test_waiting_for_a_merge_of_hours_is_no_error(monkeypatch):
 def test_a_device_that_is_not_here_is_named():
     assert usable("cpu") == torch.device("cpu")
     missing = "xpu" if torch.cuda.is_available() else "cuda"
-    with pytest.raises(ValueError, match=rf"--device {missing} can't be used here.*Take cpu"):
+    with pytest.raises(ValueError, match=rf"--device {missing} can't be used here.*Use cpu"):
         usable(missing)
 
 

@@ -31,7 +31,7 @@ def test_first_nodes_of_the_best_known_tree():
 
 
 def test_unknown_preset_lists_the_known_ones():
-    with pytest.raises(TreeError, match="No preset is named 'mc'; presets: mc_sim_7b_63, vicuna"):
+    with pytest.raises(TreeError, match="There is no preset 'mc'; presets: mc_sim_7b_63, vicuna"):
         load_preset("mc")
 
 

@@ -122,11 +122,11 @@ def test_without_a_tree_it_is_vllms(target: str, drafter: Path) -> None:
         ({"num_speculative_tokens": 256}, "num_speculative_tokens is 256"),
         ({"tree": "chain", "lookup": True}, "lookup is True, which needs dynamic trees"),
         ({"lookup": 1}, "lookup is 1; give true or false"),
-        ({"method": "eagle"}, "or for another method"),
+        ({"method": "eagle"}, "or to another method"),
         ({"vllm": {"data_parallel_size": 2}}, "data_parallel_size is 2"),
         ({"vllm": {"enable_lora": True}}, "LoRA adapters"),
         ({"vllm": {"async_scheduling": True}}, "async scheduling"),
-        ({"vllm": {"max_num_seqs": 64, "max_num_batched_tokens": 512}}, "has 640 rows, and a step"),
+        ({"vllm": {"max_num_seqs": 64, "max_num_batched_tokens": 512}}, "has 640 rows; a step"),
         ({"vllm": {"max_model_len": 50}}, "take 50 cache slots"),
     ],
 )
@@ -140,11 +140,11 @@ def test_what_is_refused(config: Config, asked: Any, words: str) -> None:
     [
         ({"hidden_size": 128, "target_hidden_size": 128}, "for targets with hidden size 128"),
         ({"vocab_size": 500}, "for targets with vocabulary 500"),
-        ({IDS: None}, r"names none, and vLLM's default is the layers \[2, 2, 1\]"),
-        ({IDS: [1, 2]}, r"layers \[1, 2\]; they have to be 3 different"),
-        ({IDS: [1, 2, 5]}, "different ones from 0 to 4"),
+        ({IDS: None}, r"has none; vLLM's default is the layers \[2, 2, 1\]"),
+        ({IDS: [1, 2]}, r"layers \[1, 2\]; 3 distinct ones"),
+        ({IDS: [1, 2, 5]}, "distinct ones from 0 to 4"),
         ({IDS: [0, 1, 2, 3]}, "have to be 3"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "last hidden state only"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "only the target's last hidden state"),
         ({"sliding_window": 64}, "sliding window"),
         ({"sliding_window": 64, "layer_types": ["sliding_attention"]}, "sliding window"),
         ({"draft_vocab_size": 300}, r"d2t in .* has the shape \[200\]"),
@@ -159,11 +159,11 @@ def test_drafters_of_others(other: Any, changes: dict[str, Any], words: str) -> 
 @pytest.mark.parametrize(
     ("name", "tensor", "words"),
     [
-        ("d2t", None, 'no "d2t" tells which'),
+        ("d2t", None, 'no "d2t"'),
         ("fc.weight", None, "EAGLE drafter"),
         ("fc.weight", torch.zeros(HIDDEN, HIDDEN), "made for another target"),
         ("fc.bias", torch.zeros(HIDDEN), 'biases in "fc"'),
-        ("mask_hidden", torch.zeros(3 * HIDDEN), "all depths at once"),
+        ("mask_hidden", torch.zeros(3 * HIDDEN), "parallel drafting"),
     ],
 )
 def test_tensors_of_others(other: Any, name: str, tensor: Any, words: str) -> None:
@@ -206,7 +206,7 @@ def test_the_runner_that_it_was_made_for(config: Config, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("ids", [[0, 1, 1], [-1, 2], [1, 600]])
 def test_a_vocabulary_that_is_no_part(ids: list[int]) -> None:
     check_vocabulary(torch.tensor([0, 5, 511]), VOCAB)
-    with pytest.raises(MedusaConfigError, match="names token ids from"):
+    with pytest.raises(MedusaConfigError, match="has token ids from"):
         check_vocabulary(torch.tensor(ids), VOCAB)
 
 

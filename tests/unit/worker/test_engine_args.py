@@ -93,10 +93,10 @@ def test_the_flag_beside_other_options(parse, heads):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--spec-model", "other"], ["--spec-model", "other", "give one of them"]),
-        (["--speculative-config", '{"model": "other"}'], ["['model']", "give one of them"]),
+        (["--spec-model", "other"], ["--spec-model", "other", "use one of them"]),
+        (["--speculative-config", '{"model": "other"}'], ["['model']", "use one of them"]),
         (["--spec-method", "ngram"], ["--spec-method is 'ngram'", "Drop --spec-method"]),
-        (["--speculative-config", '{"method": "eagle"}'], ["'eagle'", "Drop"]),
+        (["--speculative-config", '{"method": "eagle"}'], ["'eagle'", "Omit"]),
     ],
 )
 def test_conflicts_with_the_flag(parse, heads, arguments, words):
@@ -201,7 +201,7 @@ def test_without_medusa_the_config_is_vllm_s_own(config, asked, monkeypatch):
         {"method": "ngram", "num_speculative_tokens": 2, "acceptance": "typical"},
         {"method": "Medusa"},
     ],
-    ids=["no method", "another method", "misspelt"],
+    ids=["no method", "another method", "misspelled"],
 )
 def test_keys_of_ours_without_our_name(config, heads, asked):
     if asked.get("method") != "ngram":
@@ -250,5 +250,5 @@ def test_the_folder_of_an_eagle_drafter_is_taken_for_one(parse, tmp_path):
 
 @pytest.mark.parametrize("given", ["medusa", [1, 2]])
 def test_a_configuration_that_is_no_object_is_refused_in_words(config, given):
-    with pytest.raises(ValueError, match=r"speculative_config is .*; give an object such as"):
+    with pytest.raises(ValueError, match=r"speculative_config is .*; use an object such as"):
         config(given)

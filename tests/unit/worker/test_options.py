@@ -74,7 +74,7 @@ def test_another_target_is_warned_of_and_one_that_can_not_be_compared_mentioned(
     packed = {"model.layers.0.mlp.up_proj.qweight": torch.ones(4, 8).int()}
     write(target / "model.safetensors", packed, quantised)
     ((level, message),) = said(heads, target)
-    assert (level, "quantised by awq" in message) == ("INFO", True)
+    assert (level, "quantized by awq" in message) == ("INFO", True)
 
 
 def test_start_up_waits_for_a_comparison_no_longer_than_stated(heads, target, said, monkeypatch):

@@ -21,7 +21,7 @@ from vllm_medusa.worker.v1.runner import MedusaModelRunner
 
 
 class EagleTreeDrafter(EagleTrees, EagleProposer):
-    """vLLM's proposer for its module, weights and cache groups; the drafting is ours."""
+    """vLLM's proposer for its module, weights and cache groups; drafting is ours."""
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)

@@ -1,4 +1,4 @@
-"""The sampling metadata a request would have in plain decoding, node by node of its path."""
+"""The sampling metadata of plain decoding for a request, node by node along its path."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PathHistory:
         return one_row_each(metadata, active.tolist()) if self.has_budgets else metadata
 
     def extend(self, tokens: Tensor) -> None:
-        """Append what was sampled at this level (int64 [B])."""
+        """Append the tokens sampled at this level (int64 [B])."""
         if self.keeps_tokens or self.min_tokens:
             for path, token in zip(self.paths, tokens.tolist(), strict=True):
                 path.append(token)
@@ -56,14 +56,14 @@ class PathHistory:
 class MinTokensAt:
     """`min_tokens` at given nodes: stop tokens are masked until the minimum is reached.
 
-    vLLM's own processor counts the tokens out between steps only, so it would go on barring them
-    below the node where the request reaches its minimum. Like it, this one leaves a request whose
-    grammar allows nothing else its stop tokens.
+    vLLM's own processor counts output tokens only between steps, so it would continue masking
+    below the node where the request reaches its minimum. Like it, this does not mask stop tokens
+    of a request whose grammar allows nothing else.
     """
 
     def __init__(self, rules: dict[int, Any], rows: list[tuple[int, int]]):
         barred: list[tuple[int, int]] = []
-        self.grammar_rows: list[int] = []  # among the masked rows
+        self.grammar_rows: list[int] = []  # indices among the masked rows
         for row, (request, depth) in enumerate(rows):
             if request in rules:
                 minimum, output, stop_token_ids, follows_grammar = rules[request]
@@ -73,7 +73,7 @@ class MinTokensAt:
         self.barred = barred
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Mask them in place: logits [rows, V]."""
+        """Mask stop tokens in place: logits [rows, V]."""
         if self.barred:
             grammar = logits[self.grammar_rows]
             index = torch.tensor(self.barred, device=logits.device).unbind(1)

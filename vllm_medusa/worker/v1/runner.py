@@ -1,7 +1,7 @@
 """The V1 model runner with trees: wiring only.
 
 A step, in vLLM's order: `_prepare_inputs` (the nodes' positions), `_build_attention_metadata` (the
-tree's part of it), the forward pass, `_sample` (verify, then compact the KV cache),
+trees' part of it), the forward pass, `_sample` (verify, then compact the KV cache),
 `propose_draft_token_ids` (the next trees).
 """
 
@@ -41,10 +41,10 @@ class MedusaModelRunner(CPUModelRunner):
         super().__init__(vllm_config, device)
         self._options = EngineOptions.of(vllm_config)
         self._verifier = TreeVerifier(self.sampler)
-        self._slots: dict[str, int] = {}  # of running requests; vLLM moves the rows of its batch
+        self._slots: dict[str, int] = {}  # of running requests; vLLM reorders its batch
         self._free = list(range(vllm_config.scheduler_config.max_num_seqs))
-        self._drafts = TreeDrafts([], [])  # on their way to the scheduler
-        # some request followed a grammar: the scheduler forces drafts, and counts steps without
+        self._drafts = TreeDrafts([], [])  # to be sent to the scheduler
+        # some request had a grammar: the scheduler then forces drafts, and counts steps without
         self._had_grammar = False
         self._without_drafts: dict[int, SpecDecodeMetadata] = {}  # of steps with B rows
 
@@ -55,7 +55,7 @@ class MedusaModelRunner(CPUModelRunner):
         self.trees = Trees(self.vllm_config, self.drafter, self.device, on_host=True)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Make sure that every layer's attention is the one with trees."""
+        """Check that every layer's attention supports trees."""
         super().initialize_kv_cache(*args, **kwargs)
         check_layers(self.compilation_config.static_forward_context, self.kv_cache_config)
 
@@ -113,7 +113,7 @@ class MedusaModelRunner(CPUModelRunner):
     ) -> SpecDecodeMetadata:
         """As in vLLM, except for steps without drafts, which only need last rows."""
         count = len(num_draft_tokens)
-        is_decode = int(cu_num_scheduled_tokens[-1]) == count  # one row of each request
+        is_decode = int(cu_num_scheduled_tokens[-1]) == count  # one row per request
         if is_decode and (known := self._without_drafts.get(count)) is not None:
             return known
         if num_draft_tokens.any():
@@ -159,7 +159,7 @@ class MedusaModelRunner(CPUModelRunner):
         trees, metadata = self.trees, self.input_batch.sampling_metadata
         assert logits is not None
         if self.enable_prompt_embeds and metadata.prompt_token_ids is not None:
-            # in place of embeddings stands what another request left: placeholders (-1) of drafts
+            # embedding rows may have another request's stale placeholders (-1) of drafts
             metadata.prompt_token_ids.clamp_(min=0)
         rule = None if trees.step is None else trees.requests.typical(self._slots_of_batch())
         trees.verdict, output = self._verifier(
@@ -218,14 +218,14 @@ class MedusaModelRunner(CPUModelRunner):
     def _draft(
         self, states: Any, root: Tensor, depth: Tensor, limit: int, structured: np.ndarray
     ) -> DraftTrees:
-        """Trees of at most ``limit`` drafts; candidates of requests with structured output.
+        """Trees of at most ``limit`` drafts; candidates for requests with structured output.
 
         ``depth``, int64 [B], is the max useful depth per request.
         """
         if self._options.heads is None or limit < 1 or not bool(depth.any()):
             return DraftTrees.roots(len(root), 1, root.device)
         most = CANDIDATES * limit if structured.any() else limit
-        # A grammar makes tokens likelier than estimated; a fixed budget uses all its nodes.
+        # With a grammar, tokens are likelier than estimated; a fixed budget uses all its nodes.
         rest = not structured.any() and not isinstance(self._options.budget, int)
         width, min_survival = min(most + 1, MAX_NODES), MIN_SURVIVAL if rest else None
         drafts = self.drafter.draft(states, root, width, depth, most, min_survival)
@@ -249,7 +249,7 @@ class MedusaModelRunner(CPUModelRunner):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts for the scheduler, with their metadata."""
         if not self._drafts.req_ids:
-            return None  # nothing was to be drafted
+            return None  # no drafts were requested
         drafts = super().take_draft_token_ids()
         if drafts is None:
             return None
@@ -257,7 +257,7 @@ class MedusaModelRunner(CPUModelRunner):
         return self._drafts
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        """The heads take no positions; the scheduler cuts drafts at max_model_len by request."""
+        """Always fits: heads use no positions; the scheduler limits drafts by max_model_len."""
         return True
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
@@ -282,7 +282,7 @@ class MedusaModelRunner(CPUModelRunner):
         depth = np.arange(path.nodes.shape[1])
         ends = path.num_accepted.numpy()[:, None]
         if np.array_equal(path.nodes.numpy(), np.minimum(depth, ends)):
-            return  # every accepted node lies in the slot of its depth
+            return  # every accepted node is in the slot of its depth
         for gid, group in enumerate(self.kv_cache_config.kv_cache_groups):
             names = self._targets_layers(group.layer_names)
             compact_group(layers, names, step.slots(gid), path.nodes, path.num_accepted)

@@ -21,10 +21,10 @@ def has_budgets(metadata: SamplingMetadata) -> bool:
 
 
 def one_row_each(metadata: SamplingMetadata, going: list[bool] | None = None) -> SamplingMetadata:
-    """The metadata with thinking budgets as in plain decoding: a row and a token for each request.
+    """The metadata with thinking budgets as in plain decoding: one row and one token per request.
 
-    vLLM's state machine takes every output that has grown for a step, so that of requests that are
-    not ``going`` it must see nothing. (With speculation it expects the rows of a chain.)
+    vLLM's state machine treats every grown output as a step, so it must not see new outputs of
+    requests that are not ``going``. (With speculation it expects the rows of a chain.)
     """
     if not has_budgets(metadata):
         return metadata
@@ -39,7 +39,7 @@ def one_row_each(metadata: SamplingMetadata, going: list[bool] | None = None) ->
 def install_moves() -> None:
     """Clear the state of a batch slot that is reused by a request without a budget.
 
-    vLLM 0.32 keeps it, and forces the end of thinking of an unrelated request.
+    vLLM 0.32 keeps it, and forces the end of thinking in an unrelated request.
     """
     override(ThinkingBudgetStateHolder, "sync_batch", _sync_batch)
 

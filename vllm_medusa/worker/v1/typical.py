@@ -72,7 +72,7 @@ class TypicalChoice:
         return cls(sampler, raw, processed, tree, token_ids, requests, path, paths, roots)
 
     def hide(self, tree: TreeBatch) -> TreeBatch:
-        """The batch's trees with those of the Q cut to their root, so that no walk descends."""
+        """The batch's trees with those of the Q truncated to the root, so that no walk descends."""
         return replace(tree, num_nodes=tree.num_nodes.index_fill(0, self.requests, 1))
 
     def start(self, nodes: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class TypicalChoice:
         return tokens.index_copy(0, self.requests, ended)
 
     def merge(self, verdict: Verdict) -> Verdict:
-        """Put the Q's accepted paths before the token the walk ended them with."""
+        """Put the Q's accepted paths before the last token from the walk."""
         final = verdict.output_token_ids[self.requests, 0]
         mine = close_path(self.path, self.token_ids, final)
 
@@ -122,7 +122,7 @@ class TypicalChoice:
 
         def put(into: Tensor, values: Tensor) -> Tensor:
             short = columns - into.shape[1]
-            if short > 0:  # a lossless walk ended earlier; its added columns are not read
+            if short > 0:  # a lossless walk was shorter; its added columns are not read
                 into = torch.cat([into, into[:, -1:].expand(-1, short, *into.shape[2:])], 1)
             values = values.view(len(self.requests), columns, *values.shape[1:])
             return into[:, :columns].index_copy(0, self.requests, values.to(into.dtype))
@@ -138,8 +138,8 @@ class TypicalChoice:
     ) -> LogprobsTensors:
         """Logprobs of requested token ids: rows [Q * L', V] -> [Q * L', width].
 
-        As in vLLM's sampler they stand in for the likeliest tokens in the whole batch, and a
-        request that names fewer than another is padded.
+        As in vLLM's sampler, they replace the most probable tokens in the whole batch, and a
+        request with fewer ids than another is padded.
         """
         named = metadata.logprob_token_ids or {}
         lists = {
@@ -177,7 +177,7 @@ def _process(
     tree: TreeBatch,  # of the Q
     token_ids: Tensor,  # int64 [Q, N]
 ) -> Tensor:
-    """Penalties, bans, temperature and truncation as plain decoding applies them, row by row."""
+    """Penalties, bans, temperature and truncation, applied row by row as in plain decoding."""
     owners = [request for request in chosen for _ in range(tree.max_nodes)]  # [Q * N]
     of = torch.tensor(owners, device=token_ids.device)
 

@@ -1,7 +1,7 @@
 """Verification of a step's trees with vLLM's own sampler.
 
 The lossless walk calls the engine's `Sampler` for one token per request and level, with the
-request's real parameters and with the history that plain decoding would have there. So whatever a
+request's real parameters and the history that plain decoding would have there. So everything that a
 token's distribution depends on (temperature, truncation, penalties, bad words, allowed tokens,
 min_tokens, the request's seed) is as in plain decoding, and a generator advances once per token.
 """
@@ -42,23 +42,23 @@ class TreeVerifier:
         """Decide every request's path and tokens.
 
         Args:
-            logits: [sum of num_nodes, V], the target's logits at every node; left as they are.
-            step: The trees; None: none, which is plain sampling and has no verdict.
+            logits: [sum of num_nodes, V], the target's logits at every node; not modified.
+            step: The trees; None: plain sampling without a verdict.
             metadata: vLLM's sampling metadata of the B requests.
-            typical: The requests that accept by the typical rule, or None.
-            discarded: Requests whose token vLLM throws away (unfinished prefills); they draw
-                nothing from their generators.
+            typical: The requests with the typical rule, or None.
+            discarded: Requests whose token vLLM discards (unfinished prefills); they do not
+                advance their generators.
 
         Returns:
             The verdict, and vLLM's output: int32 [B, columns] token ids padded with -1, and the
-            logprobs of [B * columns] rows if any request wants them.
+            logprobs of [B * columns] rows if any request needs them.
 
         """
         if step is None:
             plain = one_row_each(_without(metadata, discarded))
             return None, self.sampler(logits=logits, sampling_metadata=plain)
         if typical is None and _is_plain_greedy(metadata):
-            # numpy's argmax takes a tenth of the time of torch's; the first of equals in both
+            # numpy's argmax takes a tenth of the time of torch's; both return the first maximum
             argmax = torch.from_numpy(logits.to(torch.float32).numpy().argmax(1))
             argmax = argmax[step.row_of_node]
             return _finish(greedy_verdict(step.tree, step.token_ids, argmax), None)
@@ -103,7 +103,7 @@ class TreeVerifier:
 
 
 def _is_plain_greedy(metadata: SamplingMetadata) -> bool:
-    """Whether only the argmax of each row is needed, so that no walk is."""
+    """Whether only the argmax of each row is needed, so that no walk is required."""
     return bool(
         metadata.all_greedy
         and metadata.no_penalties
@@ -139,7 +139,7 @@ def _by_request(levels: list[LogprobsTensors]) -> LogprobsTensors:
 
 
 def _finish(verdict: Verdict, logprobs: LogprobsTensors | None) -> tuple[Verdict, SamplerOutput]:
-    """Output for vLLM: only as many columns as the longest verdict fills."""
+    """Output for vLLM, with only as many columns as the longest verdict."""
     columns = int(verdict.path.num_accepted.max()) + 1
     tokens = verdict.output_token_ids[:, :columns].to(torch.int32)
     if logprobs is not None:

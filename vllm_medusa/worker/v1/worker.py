@@ -1,4 +1,4 @@
-"""The worker that vLLM runs: its own CPU worker with our model runner."""
+"""vLLM's CPU worker with our model runner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
     """Runs `MedusaModelRunner` with tree attention in place of vLLM's CPU attention."""
 
     def init_device(self) -> None:
-        """Build the runner; CPUWorker hardcodes its class, so the name is patched meanwhile."""
+        """Build the runner; CPUWorker hardcodes its class, so the name is patched temporarily."""
         from vllm_medusa.worker.v1.eagle import EagleModelRunner
         from vllm_medusa.worker.v1.runner import MedusaModelRunner
         from vllm_medusa.worker.v1.thinking import install_moves

@@ -1,30 +1,30 @@
-"""Adapter for vLLM's V2 model runner, which is used as it is: no method of it is overridden.
+"""Adapter for vLLM's V2 model runner, which is used unmodified: none of its methods is overridden.
 
-V2 is built from parts that can be replaced. What fills each of its seams here, and the assumption
-of vLLM's own part, a *chain* of drafts, that it replaces:
+V2 is built from replaceable parts. This table lists what replaces each of them here, and the
+assumption of vLLM's own part, a *chain* of drafts, that it replaces:
 
-    seam of vLLM                      filled by                   chain -> tree
+    part of vLLM                      replaced by                 chain -> tree
     --------------------------------  --------------------------  ---------------------------------
     SpeculativeConfig                 config.TreeSpeculative-     drafts are tree nodes, parents
-                                      Config                      first; a cut list is still a tree
+                                      Config                      first; a prefix is still a tree
     Worker.init_device                with_trees.WithTrees        installs the two below
     init_speculator (patched)         speculator.TreeSpeculator   the next drafts follow the last
                                                                   accepted *node*, not the last
                                                                   row that was not rejected
-    AttentionBackendEnum              platform.tree_backend       a node sees its ancestors only
+    AttentionBackendEnum              platform.tree_backend       a node attends to its ancestors
     model.get_model_state_cls         state.TreeModelState
-      prepare_attn                      worker.trees.Trees.begin  which rows are whose nodes
-      prepare_inputs                    Trees.write_positions     RoPE by depth; slots stay by index
-      custom_sampler                    sampler.TreeSampler       a token drawn at every node, and
+      prepare_attn                      worker.trees.Trees.begin  the rows of each node
+      prepare_inputs                    Trees.write_positions     RoPE by depth; slots by index
+      custom_sampler                    sampler.TreeSampler       a token sampled at every node, and
                                                                   the walk down (sampler.dispatch)
-      postprocess_state                 compaction                the accepted path's KV closes up
+      postprocess_state                 compaction                compacts the accepted path's KV
 
 With an EAGLE drafter the speculator is eagle.EagleTreeSpeculator: its prefill takes the accepted
-*path*, where vLLM's takes all rows that the target had, and its levels are trees' (`eagle_trees`).
+*path*, not all of the target's rows as in vLLM, and its levels are trees' (`eagle_trees`).
 
-A step, in V2's order: its own preparation puts node i into slot base + i (that much of a chain is
-right for trees whose parents come first), then `prepare_attn`, `prepare_inputs`, the forward pass,
-the sampler, vLLM's counters (they only ask *how many* drafts were accepted), `postprocess_state`
+A step, in V2's order: its own preparation puts node i into slot base + i (which is also
+right for trees with parents first), then `prepare_attn`, `prepare_inputs`, the forward pass,
+the sampler, vLLM's counters (which only need the *number* of accepted drafts), `postprocess_state`
 and `propose`. Everything stays on the device: nothing here waits for it, so that the next step can
 be scheduled while this one runs (async scheduling).
 """

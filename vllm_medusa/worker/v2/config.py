@@ -1,4 +1,4 @@
-"""The speculative config of trees on V2: a subclass, since V2 refuses vLLM's own Medusa by name."""
+"""The speculative config of trees on V2: a subclass, because V2 refuses vLLM's Medusa by name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vllm.config.utils import config
 class TreeSpeculativeConfig(SpeculativeConfig):
     """Drafts from heads; ``num_speculative_tokens`` counts draft nodes.
 
-    The method is called ``draft_model``: of the methods whose drafts stay on the device, which is
-    what V2 and the async scheduler ask for by name, it is the plainest. Nothing of a draft model
-    is there, though: no layers, no KV cache and no slots of its own.
+    The method is called ``draft_model``: of the methods whose drafts stay on the device, which V2
+    and the async scheduler check by name, it is the simplest. There is no draft model,
+    however: no layers, no KV cache and no slots.
     """
 
     medusa_acceptance: dict[str, Any] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class TreeSpeculativeConfig(SpeculativeConfig):
         self.draft_parallel_config = self.target_parallel_config
 
     def uses_draft_model(self) -> bool:
-        """No: heads are not a model, so nothing is reserved for one."""
+        """False: heads are not a model, so nothing is reserved for one."""
         return False
 
     def __repr__(self) -> str:
@@ -43,11 +43,11 @@ def tree_speculative_config(
     parallel_config: Any,
     has_budget: bool = False,
 ) -> TreeSpeculativeConfig:
-    """Make the config; ``drafter`` is the mark by which `options.is_medusa` knows it.
+    """Create the config; ``drafter`` is the marker that `options.is_medusa` checks.
 
-    With a budget many steps have no drafts. vLLM captures full CUDA graphs for them, beside those
-    for whole trees, if a schedule of its own has both; counts are our scheduler's. Across
-    data-parallel replicas vLLM would drop a schedule, and say so.
+    With a budget, many steps have no drafts. vLLM captures full CUDA graphs for them, and for
+    whole trees, if its own draft-length schedule has both; our scheduler sets the counts.
+    With data-parallel replicas vLLM would ignore a schedule with a warning.
     """
     wanted = has_budget and parallel_config.data_parallel_size == 1
     schedule = [(1, 1, num_draft_tokens), (2, 2, 0)] if wanted else None

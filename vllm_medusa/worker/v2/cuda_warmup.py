@@ -1,6 +1,6 @@
 """Compiles all our kernels before the first request.
 
-vLLM's warm-up runs whole trees, plain decodes and both together over short contexts. This adds
+vLLM's warm-up runs whole trees, plain decodes and both together with short contexts. This adds
 trees with prefill, long contexts (split in parts), typical acceptance and truncated trees.
 """
 
@@ -41,11 +41,11 @@ def warm_up(runner: Any) -> None:
 
 
 def warm_up_rules(trees: TreesOf, nodes: int, logits: Tensor) -> None:
-    """Both rules, for whole trees of one request and for steps in which all trees are cut.
+    """Both rules, for whole trees of one request and for steps in which all trees are truncated.
 
-    ``logits`` [2, V] are the target's. Where nothing has to be done to them (temperature 1) the
-    rules get them as they are, in their dtype and with their padding behind each row; else vLLM's
-    copy in fp32, which has the padding if it is of one row.
+    ``logits`` [2, V] are the target's. If they need no processing (temperature 1), the
+    rules get them unchanged, in their dtype and with padding after each row; otherwise vLLM's
+    copy in fp32, which has the padding only if it has a single row.
     """
     device = logits.device
     one = torch.ones(1, device=device)

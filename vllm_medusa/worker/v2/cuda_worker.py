@@ -8,4 +8,4 @@ from vllm_medusa.worker.v2.with_trees import WithTrees
 
 
 class MedusaCUDAWorker(WithTrees, Worker):
-    """Builds vLLM's V2 runner with our speculator and tree attention in it."""
+    """Builds vLLM's V2 runner with our speculator and tree attention."""

@@ -21,7 +21,7 @@ from vllm_medusa.worker.v2.speculator import TreeSpeculator
 
 
 class EagleTreeDrafter(EagleTrees):
-    """vLLM's module with its weights; the cache groups come with `bind`."""
+    """vLLM's module with its weights; the cache groups are set by `bind`."""
 
     groups: list[Any] = []  # noqa: RUF012  # till there is a cache
 
@@ -29,7 +29,7 @@ class EagleTreeDrafter(EagleTrees):
         self.vllm_config = vllm_config
         self.method = str(vllm_config.speculative_config.method)  # type: ignore[union-attr]
         self.beam = beam_of(EngineOptions.of(vllm_config).tree)
-        self.block_size = vllm_config.model_config.max_model_len  # till there is a cache
+        self.block_size = vllm_config.model_config.max_model_len  # until there is a cache
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the drafter, which may share the target's embedding and LM head."""
@@ -46,7 +46,7 @@ class EagleTreeSpeculator(TreeSpeculator):
     drafter: EagleTreeDrafter
 
     def make_drafter(self) -> EagleTreeDrafter:
-        """The drafter, not loaded yet."""
+        """Create the drafter without loading it."""
         drafter = EagleTreeDrafter(self.vllm_config)
         self._pending = PendingTokens(drafter)
         return drafter
@@ -68,7 +68,7 @@ class EagleTreeSpeculator(TreeSpeculator):
         if len(found) != 1:
             raise MedusaConfigError(
                 f"The drafter's layers are in {len(found)} KV cache groups; trees need them in "
-                'one. Leave "tree" out.'
+                'one. Omit "tree".'
             )
         (self._group,) = found
         self.drafter.groups = self.attn_groups[self._group]

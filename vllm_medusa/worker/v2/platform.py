@@ -1,4 +1,4 @@
-"""Attention with trees, by platform: the seam for new ones."""
+"""Tree attention by platform; add new platforms here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_medusa.config import MedusaConfigError
 # (layers by name, names of one KV cache group, slot of each node int64 [B, N], then of a `Path`:
 # nodes int64 [B, D + 1], num_accepted int64 [B])
 Compact = Callable[[Mapping[str, Any], list[str], Tensor, Tensor, Tensor], None]
-# (layers by name, vLLM's attention groups): before the first request, when the KV cache is there
+# (layers by name, vLLM's attention groups): before the first request, with the KV cache allocated
 WarmUp = Callable[[Mapping[str, Any], Iterable[Any]], None]
 
 
@@ -23,17 +23,17 @@ class TreeBackend:
     """A platform: its attention backend, and how KV is moved in its cache layout.
 
     The backend's metadata builder has an attribute ``step``: `TreeModelState` sets it to the
-    `TreeStep` while the metadata of a step with trees is built, and to None else.
+    `TreeStep` while the metadata of a step with trees is built, otherwise to None.
     """
 
-    name: str  # of the member of vLLM's AttentionBackendEnum that it is registered as
+    name: str  # member of vLLM's AttentionBackendEnum under which it is registered
     path: str  # of the backend class
     compact: Compact
     warm_up: WarmUp | None = None  # None: nothing is compiled
 
 
 def tree_backend() -> TreeBackend:
-    """The backend of the platform vLLM runs on.
+    """The backend of vLLM's current platform.
 
     Raises:
         MedusaConfigError: There is none.
@@ -56,5 +56,5 @@ def tree_backend() -> TreeBackend:
         )
     raise MedusaConfigError(
         f"Medusa has no tree attention for {current_platform.device_name!r} yet. Run on CPU or "
-        "CUDA, or leave method='medusa' out."
+        "CUDA, or omit method='medusa'."
     )

@@ -1,15 +1,15 @@
-"""Verification: a token is drawn at every node, then the walk follows the drafts that match.
+"""Verification: a token is sampled at every node, then the walk follows the matching drafts.
 
-On V2 a draw is a pure function of (logits, seed, position): the noise is hashed, no generator
-advances. So the token of every node can be drawn at once, each at its own position (base + depth),
-and those on the path are the tokens that plain V2 draws there. The lossless walk needs nothing
-else: it is `target_verdict` with the drawn tokens.
+On V2 a sample is a pure function of (logits, seed, position): the noise is hashed, no generator
+advances. So all nodes can be sampled at once, each at its own position (base + depth),
+and those on the path are the tokens that plain V2 samples there. The lossless walk needs nothing
+else: it is `target_verdict` with the sampled tokens.
 
-Penalties and bad words look at the tokens before: vLLM's kernels find them in the rows before, as
-those of a chain. Where a request asks for them every node gets the rows of its own path
-(`scorer.chains`), in the last of which it is drawn.
+Penalties and bad words depend on earlier tokens, which vLLM's kernels find in the rows before, as
+in a chain. For requests that use them every node gets the rows of its own path
+(`scorer.chains`), and is sampled in the last one.
 
-Ranks of a tensor-parallel group see the same logits and so come to the same verdict: nothing here
+Ranks of a tensor-parallel group have the same logits and so the same verdict: nothing here
 is random, and ties go to the first.
 """
 
@@ -47,7 +47,7 @@ from vllm_medusa.worker.trees import Trees
 class TreeSampler(RejectionSampler):
     """Decides every request's path and tokens; vLLM's own class handles chains.
 
-    It inherits only attributes that vLLM reads, no computation.
+    It inherits only attributes that vLLM reads, not computation.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class TreeSampler(RejectionSampler):
         Args:
             logits: [sum of num_nodes, V], the target's logits at every node.
             input_batch: vLLM's view of the step.
-            draft_logits: not used: the drafts are not samples of a distribution.
-            invalid_drafts: bool [sum of num_nodes], drafts that no mask was made for.
+            draft_logits: unused: the drafts are not samples of a distribution.
+            invalid_drafts: bool [sum of num_nodes], drafts without a mask.
 
         Returns:
-            int64 [B, D + 1] token ids padded with -1 and how many of them count; of requests that
-            want them, the logprobs of B * (D + 1) rows.
+            int64 [B, D + 1] token ids padded with -1, and their counts; for requests that
+            need them, the logprobs of B * (D + 1) rows.
 
         """
         sampler, step = self.sampler, self.trees.step
-        assert step is not None, "the runner comes here with drafts only"
+        assert step is not None, "called only with drafts"
         prefill_lens = sampler.req_states.prefill_len.gpu
-        token_ids, _ = gather_draft_sampled(  # -1 where the scheduler filled up a prefill
+        token_ids, _ = gather_draft_sampled(  # -1 where the scheduler padded a prefill
             input_batch.input_ids,
             input_batch.positions,
             input_batch.logits_indices,
@@ -120,7 +120,7 @@ class TreeSampler(RejectionSampler):
     def _parts(
         self, logits: Tensor, batch: InputBatch, token_ids: Tensor, positions: Tensor
     ) -> Iterator[_Part]:
-        """Whole requests at a time, so that vLLM's bound on fp32 logits holds; mostly one part."""
+        """Split by requests, so that vLLM's limit on fp32 logits holds; usually one part."""
         step, trees, device = self.trees.step, self.trees, logits.device
         assert step is not None
         slots = batch.idx_mapping_np
@@ -193,7 +193,7 @@ class TreeSampler(RejectionSampler):
         return verdict, processed
 
     def _draw(self, processed: Tensor, part: _Part) -> Tensor:
-        """One token for each row, int64 [R], as vLLM's sampler draws for seeded requests."""
+        """Sample one token per row, int64 [R], as vLLM's sampler does for seeded requests."""
         states = self.sampler.sampling_states
         if not states.temperature.np[part.slots].any():
             return processed.argmax(-1)
@@ -232,7 +232,7 @@ class TreeSampler(RejectionSampler):
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """B requests whose nodes are drawn together, in R rows."""
+    """B requests whose nodes are sampled together, in R rows."""
 
     tree: TreeBatch
     token_ids: Tensor  # int64 [B, N]; -1: no draft
@@ -241,10 +241,10 @@ class _Part:
     seq_lens: np.ndarray  # [B] upper bounds
     logits: Tensor  # [R, V]
     of_row: Tensor  # int64 [R] slot of the row's request
-    local: Tensor  # int32 [R] how many rows before belong to its history
+    local: Tensor  # int32 [R] number of preceding rows in its history
     positions: Tensor  # int64 [R]
     row_token_ids: Tensor  # int32 [R]
-    index: Tensor  # int64 [B, N] row in which a node is drawn
+    index: Tensor  # int64 [B, N] row in which a node is sampled
 
 
 def _join(verdicts: list[Verdict]) -> Verdict:
@@ -265,7 +265,7 @@ def _join(verdicts: list[Verdict]) -> Verdict:
 def _join_logprobs(
     parts: list[LogprobsTensors | None], shape: tuple[int, ...]
 ) -> LogprobsTensors | None:
-    """Those of parts together, and where each request's start; ``shape`` is (B, D + 1)."""
+    """Concatenate those of parts, and where each request's start; ``shape`` is (B, D + 1)."""
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None

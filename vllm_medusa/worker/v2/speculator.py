@@ -58,7 +58,7 @@ def keep_texts_on_device(states: RequestState) -> None:
     """Replace vLLM's table of the requests' texts, which is in host memory by default.
 
     Lookup searches all of them in each step. vLLM does the same for its own n-grams. Call it while
-    nothing else holds the table.
+    nothing else references the table.
     """
     shape = states.max_num_reqs, states.max_model_len
     states.all_token_ids = StagedWriteTensor(shape, dtype=torch.int32, device=states.device)
@@ -67,8 +67,8 @@ def keep_texts_on_device(states: RequestState) -> None:
 class TreeSpeculator(DraftModelSpeculator):
     """Drafts a tree for each request from the hidden state of its last accepted node.
 
-    Of vLLM's speculators only this kind is given the target model. The heads attend to nothing,
-    so there are no layers, no KV cache and no CUDA graphs of their own.
+    Only this kind of vLLM speculator gets the target model. The heads don't attend,
+    so they have no layers, KV cache or CUDA graphs.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
@@ -76,14 +76,14 @@ class TreeSpeculator(DraftModelSpeculator):
         self.drafter = self.make_drafter()
         self.trees = Trees(vllm_config, self.drafter, device)
         self.states: RequestState | None = None  # vLLM's, of the step
-        self.limit: int | None = None  # of the drafter's drafts; None: as of all
-        # int64 [most tokens of a step]; one place for good: CUDA graphs read it there
+        self.limit: int | None = None  # max drafts from the drafter; None: no separate limit
+        # int64 [max tokens of a step]; a fixed address, because CUDA graphs read it
         self.positions = torch.zeros(
             vllm_config.scheduler_config.max_num_batched_tokens, dtype=torch.int64, device=device
         )
         self._drafted_for: list[str] = []
-        self._drafts: DraftTrees | None = None  # the last ones
-        self._parents: np.ndarray | None = None  # int64 [B, N] of them, on the host
+        self._drafts: DraftTrees | None = None  # the last drafts
+        self._parents: np.ndarray | None = None  # int64 [B, N] their parents, on the host
 
     def make_drafter(self) -> Any:
         """Create the drafter without loading it."""
@@ -102,14 +102,14 @@ class TreeSpeculator(DraftModelSpeculator):
         target_model.get_model_state_cls = lambda: state_cls
 
     def set_attn(self, *args: Any) -> None:
-        """No attention."""
+        """Nothing to do: there is no attention."""
         self.attn_groups: list[Any] = []
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """No graphs."""
+        """Nothing to do: there are no graphs."""
 
     def capture(self) -> None:
-        """No graphs."""
+        """Nothing to do: there are no graphs."""
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -118,7 +118,7 @@ class TreeSpeculator(DraftModelSpeculator):
             return
         hidden_size, device = self.vllm_config.model_config.get_hidden_size(), self.device
         slot = torch.zeros(1, dtype=torch.int64, device=device)
-        for batch in (1, 16):  # strides of logits that are multiples of 16, or are not
+        for batch in (1, 16):  # logits strides that are, or are not, multiples of 16
             hidden = torch.zeros(batch, hidden_size, dtype=self.dtype, device=device)
             roots = slot.expand(batch)
             self.drafter.draft(hidden, roots, self.trees.num_nodes, roots)
@@ -145,11 +145,11 @@ class TreeSpeculator(DraftModelSpeculator):
 
         Args:
             batch: of B requests.
-            verdict: of the step; None if it had no drafts.
+            verdict: of the step; None without drafts.
             last_hidden_states: [T, H], of the target.
-            aux_hidden_states: [T, H] each; None unless the drafter asks for them.
+            aux_hidden_states: [T, H] each; None unless the drafter needs them.
             next_tokens: int64 [B], the token that follows the accepted ones.
-            drafts: Whether it is to draft now.
+            drafts: Whether drafts are needed.
             dummy_run: Results are discarded.
 
         """
@@ -177,7 +177,7 @@ class TreeSpeculator(DraftModelSpeculator):
     ) -> Tensor:
         """Draft from ``last_hidden_states`` [T, H]: int64 [B, num_speculative_steps].
 
-        A chain would go on from row ``query_end - 1 - num_rejected`` of each request. The runner
+        A chain would continue from row ``query_end - 1 - num_rejected`` of each request. The runner
         keeps the first ``num_speculative_tokens`` drafts; if that is 0, no head runs.
         """
         if is_profile:
@@ -218,7 +218,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 counts = num_tokens.to(torch.int64), num_sampled.to(torch.int64)
                 drafts = trees.add_copies(drafts, where, texts, where, *counts, depth, *may_copy)
             trees.keep(slots, drafts.parents)
-        # vLLM copies the drafts to the host if a grammar is there to look at them
+        # vLLM copies the drafts to the host if some request has a grammar
         if input_batch.has_structured_output_reqs:
             self._parents = async_copy_to_np(drafts.parents)
         self._drafts, self._drafted_for = drafts, input_batch.req_ids
@@ -228,11 +228,11 @@ class TreeSpeculator(DraftModelSpeculator):
         return torch.nn.functional.pad(tokens, (0, self.num_speculative_steps - tokens.shape[1]))
 
     def last_drafts(self, drafts: DraftTokenIds, structured: Sequence[bool]) -> TreeDrafts:
-        """The last drafts for the scheduler, which waits for the device where it isn't ahead.
+        """The last drafts for the scheduler; waits for the device unless scheduling is ahead.
 
         Args:
-            drafts: vLLM's; token ids if a grammar is there to look at them, else placeholders.
-            structured: of each request, whether its drafts are candidates.
+            drafts: vLLM's; token ids if some request has a grammar, else placeholders.
+            structured: for each request, whether its drafts are candidates.
 
         """
         ahead = self.vllm_config.scheduler_config.async_scheduling
@@ -257,7 +257,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def survival(self) -> tuple[list[str], Any] | None:
         """The requests of the last drafts and their log-survivals, copied to the host async.
 
-        They are there with all that the device is asked for later.
+        They arrive before the results of later work on the device.
         """
         if self._drafts is None or self.trees.static is not None:
             return None

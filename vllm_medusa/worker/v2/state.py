@@ -34,8 +34,8 @@ def tree_model_state(vllm_config: VllmConfig, model: nn.Module, speculator: Tree
     base = resolve_model_state_cls(vllm_config, model)
     if not issubclass(base, DefaultModelState):
         raise MedusaConfigError(
-            f"{type(model).__name__} runs on vLLM's V2 runner with a state of its own "
-            f"({base.__name__}), which trees do not fit into. Leave method='medusa' out."
+            f"{type(model).__name__} has its own state class on vLLM's V2 runner "
+            f"({base.__name__}), which does not support trees. Omit method='medusa'."
         )
     return type(f"Tree{base.__name__}", (TreeModelState, base), {"speculator": speculator})
 
@@ -43,8 +43,8 @@ def tree_model_state(vllm_config: VllmConfig, model: nn.Module, speculator: Tree
 class TreeModelState(DefaultModelState):
     """Passes the step's trees to positions, attention, verification and the KV cache."""
 
-    speculator: ClassVar[TreeSpeculator]  # of the runner that this class was made for
-    _adapted: list[LogitsProcessorWithLoRA] | None = None  # till there is a KV cache
+    speculator: ClassVar[TreeSpeculator]  # of the runner of this class
+    _adapted: list[LogitsProcessorWithLoRA] | None = None  # until there is a KV cache
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Store the request's options in addition to vLLM's own state."""
@@ -57,12 +57,12 @@ class TreeModelState(DefaultModelState):
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
-        """Remember the KV cache groups, in which accepted paths are compacted."""
+        """Store the KV cache groups, in which accepted paths are compacted."""
         super().initialize_kv_cache(kv_cache_config, block_tables)
         layers = self.vllm_config.compilation_config.static_forward_context
         check_layers(layers, kv_cache_config)
         drafts = {name for name in layers if getattr(layers[name], "is_draft_layer", False)}
-        self._groups = {  # of the target: a drafter takes accepted paths in by itself
+        self._groups = {  # of the target: a drafter handles accepted paths itself
             index: names
             for index, group in enumerate(kv_cache_config.kv_cache_groups)
             if (names := [name for name in group.layer_names if name not in drafts])
@@ -113,7 +113,7 @@ class TreeModelState(DefaultModelState):
         self.speculator.states = req_states
         if self._adapted:
             name_rows(self._adapted, input_batch.logits_indices)
-        assert "positions" not in inputs, "models with positions of their own are refused"
+        assert "positions" not in inputs, "models with their own positions are refused"
         positions = self.speculator.positions[: input_batch.num_tokens_after_padding]
         positions.copy_(input_batch.positions)
         step = self.speculator.trees.step
@@ -139,8 +139,8 @@ class TreeModelState(DefaultModelState):
     ) -> None:
         """Move the accepted paths to contiguous slots, in every KV cache group and layer.
 
-        A chain's accepted drafts lie there already. It is the last thing that reads or writes the
-        cache before the next forward pass, which finds plain decoding's cache.
+        A chain's accepted drafts are already there. This is the last access to the
+        cache before the next forward pass, which finds the same cache as in plain decoding.
         """
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
         trees = self.speculator.trees

@@ -53,7 +53,7 @@ class WithTrees(WorkerBase):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Verify and draft; send survivals of verified drafts to an asynchronous scheduler.
 
-        vLLM's output is on its way to the host here too, and holds what is attached to it.
+        vLLM's output is also being copied to the host here, with everything attached to it.
         """
         survival = copies = None
         if self.vllm_config.scheduler_config.async_scheduling:
@@ -66,13 +66,13 @@ class WithTrees(WorkerBase):
         return output
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Take the trees that the scheduler chose, for requests that follow a grammar.
+        """Receive the trees chosen by the scheduler, for requests with a grammar.
 
-        Their tokens replace the drafts on the device, which has those of all other requests.
+        Their tokens replace the drafts on the device, where all other requests' drafts are.
         """
         runner: Any = self.model_runner
         ahead = self.vllm_config.scheduler_config.async_scheduling
-        if runner.speculator.trees.lookup is not None and not ahead:  # copies come with any limit
+        if runner.speculator.trees.lookup is not None and not ahead:  # copies need no limit
             runner.speculator.limit = scheduler_output.num_spec_tokens_to_schedule
             scheduler_output = copy.copy(scheduler_output)
             scheduler_output.num_spec_tokens_to_schedule = runner.num_speculative_steps
@@ -91,10 +91,10 @@ class WithTrees(WorkerBase):
         return super().execute_model(scheduler_output)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Tell the scheduler what was drafted; of requests that follow a grammar, as candidates.
+        """Send the drafts to the scheduler; for requests with a grammar, as candidates.
 
-        vLLM asks where it schedules synchronously, or has a grammar to check drafts against. Drafts
-        of dynamic trees go with their survivals, unless these are sent with outputs.
+        vLLM calls it with synchronous scheduling, or with a grammar that checks drafts. Drafts
+        of dynamic trees are sent with their survivals, unless these are sent with outputs.
         """
         drafts = super().take_draft_token_ids()
         if drafts is None:

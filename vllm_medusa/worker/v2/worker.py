@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vllm.v1.worker import cpu_worker  # before any V2 module: it fits them to the CPU
+from vllm.v1.worker import cpu_worker  # before any V2 module: it adapts them to the CPU
 
 from vllm_medusa.worker.v2.with_trees import WithTrees
 
 
 class MedusaCPUWorker(WithTrees, cpu_worker.CPUWorker):
-    """Builds vLLM's V2 runner with our speculator and tree attention in it."""
+    """Builds vLLM's V2 runner with our speculator and tree attention."""
