@@ -24,15 +24,15 @@ class Row:
     what: Mapping[str, Any]  # identifies it; always shown
     numbers: Mapping[str, Any] = field(default_factory=dict)  # shown only if ``right``
     right: bool = False  # its result was verified
-    failed: str = ""  # why there are no numbers
-    note: str = ""  # why there are none by design
+    failed: str = ""  # the reason for missing numbers
+    note: str = ""  # the reason if they are missing by design
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         if self.note:
             return {**self.what, "note": self.note}
         if self.failed or not self.right:
-            return {**self.what, "failed": self.failed or "its result is wrong"}
+            return {**self.what, "failed": self.failed or "wrong result"}
         return {**self.what, **self.numbers}
 
 
@@ -48,8 +48,8 @@ def attempt(what: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
 class Plot:
     """A plot: panels of ``ys`` by ``x``, a line for each ``series``; keys of rows.
 
-    Error bars are ``{y}_quartiles`` ([lower, upper]) or ``{y}_error``. Where all rows have the same
-    ``x``, bars are drawn instead.
+    Error bars are ``{y}_quartiles`` ([lower, upper]) or ``{y}_error``. If all rows have the same
+    ``x``, a bar chart is drawn instead.
     """
 
     x: str
@@ -62,8 +62,8 @@ class Plot:
 class Case:
     """A benchmark."""
 
-    options: type[Options]  # the command line is made from it
-    run: Callable[[Any, Progress], Iterator[Row]]  # yields rows as they are found
+    options: type[Options]  # defines the command line
+    run: Callable[[Any, Progress], Iterator[Row]]  # yields rows as they are measured
     columns: Mapping[str, tuple[str, str]]  # key of a row -> (title, format of the value)
     quick: Mapping[str, Any] = field(default_factory=dict)  # other defaults with --quick
     plot: Plot | None = None

@@ -1,14 +1,14 @@
-"""Drafters and forms of trees against plain vLLM: speed, load, tau, lookup and drafters.
+"""Drafters and kinds of trees against plain vLLM: speed, load, tau, lookup and drafters.
 
     python -m benchmarks speed --drafter DRAFTER --texts FOLDER_OF_PROMPTS
-    python -m benchmarks load --batch 1 4 16 --drafter DRAFTER    # batches kept full
+    python -m benchmarks load --batch 1 4 16 --drafter DRAFTER    # full batches
     python -m benchmarks drafters --drafter HEADS --others HYDRA EAGLE3
 
 These are one benchmark with different defaults. With --rounds 0 nothing is timed: tokens per step
-depend on the texts alone, so the machine may be busy; what follows +- is the standard error from
-prompt to prompt. With --waves 3 a turn has three answers for each place of the batch: a place whose
-answer has ended is taken by the next request, as in a server. Each answer then has a length of its
-own, 0.5 to 1.5 of --max-tokens, since answers of one length end together in plain vLLM alone.
+depend only on the texts, so the machine may be busy; values after +- are standard errors over
+prompts. With --waves 3 a turn has three answers per batch slot: a slot whose
+answer has ended is reused by the next request, as in a server. Each answer then has its own
+length, 0.5 to 1.5 of --max-tokens, because answers of equal length end together only in plain vLLM.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ Form = Literal["automatic", "dynamic", "static", "chain", "lookup", "both", "sto
 class CompareOptions(EngineOptions):
     """Options; ``forms`` apply to every drafter."""
 
-    others: tuple[Path, ...] = option("more heads or drafters", default=(), metavar="FOLDER")
+    others: tuple[Path, ...] = option("further heads or drafters", default=(), metavar="FOLDER")
     forms: tuple[Form, ...] = option(
         "automatic: trees by the budget; dynamic, static: trees of --nodes; chain: of --chain; "
         "lookup: dynamic trees without the drafter; both: with it; stock, ngram: vLLM's own chain "
         "and n-grams of --chain",
         default=("automatic", "chain", "dynamic", "static", "stock", "ngram"),
     )
-    nodes: tuple[Positive, ...] = option("draft nodes of trees", default=(4, 7, 15))
-    chain: tuple[Positive, ...] = option("draft tokens of chains", default=(3, 5))
-    waves: Positive = option("answers of a turn for each place of the batch", default=1)
+    nodes: tuple[Positive, ...] = option("numbers of draft nodes of trees", default=(4, 7, 15))
+    chain: tuple[Positive, ...] = option("numbers of draft tokens of chains", default=(3, 5))
+    waves: Positive = option("answers per batch slot and turn", default=1)
 
 
 def with_defaults(**defaults: Any) -> type[CompareOptions]:
@@ -66,7 +66,7 @@ def with_defaults(**defaults: Any) -> type[CompareOptions]:
 
 @dataclass
 class UnevenAnswer(Conversation):
-    """A prompt whose answer has 0.5 to 1.5 of ``mean`` tokens at most, by its index."""
+    """A prompt whose answer has at most 0.5 to 1.5 times ``mean`` tokens, by its index."""
 
     mean: int = 2
 
@@ -113,7 +113,7 @@ def _ngrams(options: CompareOptions) -> Iterator[Arm]:
 
 
 def arm_of(folder: Path, form: str, size: int) -> Arm | None:
-    """One form of a drafter, with ``size`` draft nodes; None: the drafter does not have it."""
+    """One form of a drafter, with ``size`` draft nodes; None if the drafter does not support it."""
     where, method = str(folder.absolute()), drafter_method(folder)
     config: dict[str, Any] = {"method": method or "medusa", "model": where}
     drafter, against = folder.name, ""
@@ -142,7 +142,7 @@ def arm_of(folder: Path, form: str, size: int) -> Arm | None:
         case "stock":
             config["num_speculative_tokens"] = size
             if method is None and peek_heads(folder).is_hydra:
-                return None  # vLLM has no Hydra heads
+                return None  # vLLM does not support Hydra heads
     what: dict[str, Any] = {"drafter": drafter, "form": form}
     name = f"{drafter}, {form}"
     if size:
@@ -151,7 +151,7 @@ def arm_of(folder: Path, form: str, size: int) -> Arm | None:
 
 
 def static_paths(folder: Path, nodes: int) -> list[list[int]]:
-    """The best static tree by the calibration of heads, else their own; best nodes first."""
+    """The best static tree, from the heads' calibration or else their config; best nodes first."""
     if drafter_method(folder) is not None:
         return []
     try:
@@ -211,7 +211,7 @@ COLUMNS = {
     "tau_error": ("+-", ".2f"),
     "gain": ("gain", "+.1%"),
     "gain_error": ("+-", ".1%"),
-    "copied": ("accepted by copies alone", ".0%"),
+    "copied": ("accepted from copies only", ".0%"),
     "ratio": ("ratio to plain", ".2f"),
     "ratio_quartiles": ("quartiles", ".2f"),
     "tokens_per_second": ("tokens/s", ".1f"),
@@ -219,8 +219,8 @@ COLUMNS = {
     "plain_step_ms": ("plain's", ".1f"),
     "rounds": ("rounds", "d"),
     "steps": ("steps", "d"),
-    "requests": ("answers compared with plain's", "d"),
-    "differing": ("that differ (not float32)", "d"),
+    "requests": ("answers compared with plain vLLM", "d"),
+    "differing": ("of these, different (not float32)", "d"),
     "gap": ("their largest gap in logits", ".3f"),
 }
 QUICK = {"prompts": 2, "max_tokens": 32, "rounds": 2}

@@ -1,10 +1,10 @@
 """Comparison of engines: each in a subprocess, on the same prompts, alternating with plain vLLM.
 
-An arm is one way to decode. Every arm takes turns with plain vLLM (A B A B), so that what disturbs
-the machine disturbs both; a ratio is the median over rounds of throughputs, prefills included. In
-float32 all tokens have to be plain vLLM's, in every round and at every temperature (requests are
-seeded). In other dtypes near-ties are decided differently depending on the number of rows, in plain
-vLLM too: answers that differ are counted, and at temperature 0 the largest difference of the two
+An arm is one way to decode. Every arm alternates with plain vLLM (A B A B), so that disturbances of
+the machine affect both; a ratio is the median over rounds of throughputs, prefills included. In
+float32 all tokens must equal plain vLLM's, in every round and at every temperature (requests are
+seeded). In other dtypes near-ties depend on the number of rows, in plain
+vLLM too: different answers are counted, and at temperature 0 the largest difference of the two
 tokens' logits in float32 is reported.
 """
 
@@ -42,22 +42,22 @@ SEED = 0
 SAMPLED_STOCK = "not measured when sampling, see below"
 WHY = (
     "vLLM's own speculation is not measured at temperatures above 0: on CPUs the rejection sampler "
-    "of vLLM 0.32 is wrong in every batch that holds a sampled request, with or without this "
-    "plugin; elsewhere it draws other random numbers than plain vLLM."
+    "of vLLM 0.32 is wrong in every batch with a sampled request, with or without this "
+    "plugin; elsewhere it uses other random numbers than plain vLLM."
 )
 _OPENMP = "libiomp5.so"  # Intel's, which vLLM recommends on CPUs
 _KV_BYTES = 1 << 30
-_PREFILLS = 16  # prompts of full length that fit into a step
+_PREFILLS = 16  # full-length prompts that fit into a step
 _COPIED = "medusa_lookup_accepted_tokens"  # a counter of the engine
 Tasks = dict[str, list[Prompt]]
-Counts = Sequence[tuple[int, int]]  # accepted tokens and steps of each prompt
+Counts = Sequence[tuple[int, int]]  # accepted tokens and steps per prompt
 
 
 class EngineOptions(Options):
     """Common options of all engine benchmarks."""
 
     target: Path | None = option(
-        "folder of the target; absent: SmolLM2-135M-Instruct, as `make demo` makes it", default=None
+        "folder of the target; default: SmolLM2-135M-Instruct, as in `make demo`", default=None
     )
     drafter: Path = option(
         "folder of its heads or EAGLE drafter",
@@ -65,28 +65,26 @@ class EngineOptions(Options):
         shown="the demo's Hydra heads",
     )
     texts: tuple[Path, ...] = option(
-        "files of prompts, or folders of such files: one for each task",
+        "files of prompts, or folders of them, one file per task",
         default=(ROOT / "demo" / "prompts.jsonl",),
         shown="demo/prompts.jsonl",
     )
-    prompts: Positive = option("of each file, at most", default=8)
-    max_tokens: Positive = option("of each answer", default=96)
+    prompts: Positive = option("max prompts per file", default=8)
+    max_tokens: Positive = option("max tokens per answer", default=96)
     temperatures: tuple[AtLeastZero, ...] = option(default=(0.0, 0.7))
-    batch: tuple[Positive, ...] = option("requests at a time", default=(1,))
+    batch: tuple[Positive, ...] = option("concurrent requests", default=(1,))
     rounds: FromZero = option(
-        "of each arm alternating with plain vLLM; 0: only tokens per step", default=5
+        "rounds per arm, alternating with plain vLLM; 0: only tokens per step", default=5
     )
-    seconds: Above | None = option("no further round of a point starts after them", default=None)
+    seconds: Above | None = option("time limit per point for starting rounds", default=None)
     only: str | None = option("regular expression of the arms' names", default=None)
     dtype: Dtype = option(default="float32")
     max_model_len: Positive = option(default=2048)
-    cores: tuple[FromZero, ...] = option(
-        "ids, on CPUs; absent: all that are free to use", default=()
-    )
+    cores: tuple[FromZero, ...] = option("core ids, on CPUs (default: all available)", default=())
     eager: bool = option("no torch.compile", default=False)
 
     def ready(self, progress: Progress) -> Any:
-        """The same options with a target and an unpacked drafter, made in .demo where needed."""
+        """The same options with a target and an unpacked drafter, created in .demo if needed."""
         target = self.target or smollm2.build(smollm2.MADE / "target", note=progress.note)
         return replace(self, target=target, drafter=packed.usable(self.drafter, target))
 
@@ -94,7 +92,7 @@ class EngineOptions(Options):
         """The prompts of each file, by its name.
 
         Raises:
-            ValueError: a file can't be read or has bad lines.
+            ValueError: a file is unreadable or has bad lines.
 
         """
         files = [
@@ -105,7 +103,7 @@ class EngineOptions(Options):
         return {file.stem: load_prompts(file)[: self.prompts] for file in files}
 
     def all_prompts(self) -> list[Prompt]:
-        """The prompts of all tasks, each with an index of its own."""
+        """The prompts of all tasks, each with a unique index."""
         found = [prompt for own in self.tasks().values() for prompt in own]
         return [replace(prompt, index=index) for index, prompt in enumerate(found)]
 
@@ -116,10 +114,10 @@ class Arm:
 
     name: str
     config: Mapping[str, Any] | None = None  # its `speculative_config`
-    what: Mapping[str, Any] = field(default_factory=dict)  # more columns of its rows
+    what: Mapping[str, Any] = field(default_factory=dict)  # further columns of its rows
     stock: bool = False  # vLLM's own speculation, without this plugin
     request: Mapping[str, Any] | None = None  # `extra_args` of its requests
-    against: str = ""  # an earlier arm that gains are relative to
+    against: str = ""  # an earlier arm as reference for gains
     exact: bool = True  # False: its tokens may differ from plain vLLM's when sampling
 
 
@@ -128,7 +126,7 @@ PLAIN = Arm("plain")
 
 @dataclass(frozen=True)
 class ArmSampling(Sampling):
-    """Sampling parameters with the plugin's options of a request."""
+    """Sampling parameters with the plugin's request options."""
 
     extra_args: Mapping[str, Any] | None = None
 
@@ -150,7 +148,7 @@ class Remembered:
         return self.found[key]
 
 
-Judge = Callable[[Sequence[Result]], dict[str, Any]]  # of an arm's answers, by prompt: more numbers
+Judge = Callable[[Sequence[Result]], dict[str, Any]]  # answers by prompt -> further numbers
 
 
 def compare(
@@ -159,14 +157,14 @@ def compare(
     progress: Progress,
     tasks: Tasks,
     *,
-    waves: int = 1,  # prompts of a turn, for each place of the batch
+    waves: int = 1,  # prompts per batch slot and turn
     session: Callable[[Prompt], Any] = Conversation,
     judge: Judge | None = None,
-    engine_args: Mapping[str, Any] | None = None,  # of all engines
+    engine_args: Mapping[str, Any] | None = None,  # for all engines
 ) -> Iterator[Row]:
-    """A row for each arm, batch, temperature and task, and one for all tasks together.
+    """A row for each arm, batch, temperature and task, and one for all tasks combined.
 
-    Neighbours of one configuration share an engine. An arm whose engine fails has no more rows
+    Adjacent arms of one configuration share an engine. An arm whose engine fails has no more rows
     with numbers; the others are measured.
     """
     if options.only:
@@ -177,7 +175,7 @@ def compare(
         baseline = plain if options.rounds else Remembered(plain)
         for _, group in groupby(arms, key=lambda arm: (arm.stock, json.dumps(arm.config))):
             points = list(product(list(group), options.batch, options.temperatures))
-            progress.note(f"{points[0][0].name}: the engine starts")
+            progress.note(f"{points[0][0].name}: starting the engine")
             try:
                 with engine(points[0][0], options, engine_args) as process:
                     process.session = session
@@ -212,7 +210,7 @@ class Point:
         plain: EngineProcess,
         baseline: Any,  # plain, or `Remembered`
         process: EngineProcess,
-        counts: dict[tuple[Any, ...], list[tuple[int, int]]],  # filled: of all points so far
+        counts: dict[tuple[Any, ...], list[tuple[int, int]]],  # output: of all points so far
         judge: Judge | None,
     ) -> Row:
         """Run both engines; a warm-up of one turn is reported as ``first``."""
@@ -272,7 +270,7 @@ def _together(rows: Sequence[Row], point: tuple[Arm, int, float]) -> Row:
     """Tau over the steps of all tasks, and the geometric mean of their ratios."""
     what, right = _what(*point, "all"), [row for row in rows if row.right]
     if len(right) < len(rows):
-        return Row(what, note="not all tasks have numbers")
+        return Row(what, note="some tasks have no numbers")
     steps = sum(row.numbers["steps"] for row in right)
     tau = sum(row.numbers["tau"] * row.numbers["steps"] for row in right) / max(steps, 1)
     numbers = {"tau": tau, "steps": steps}
@@ -282,7 +280,7 @@ def _together(rows: Sequence[Row], point: tuple[Arm, int, float]) -> Row:
 
 
 def tau_numbers(counts: Counts, base: Counts | None = None) -> dict[str, Any]:
-    """Tau and, where there is a ``base`` on the same prompts, the gain relative to it."""
+    """Tau and, if there is a ``base`` on the same prompts, the gain relative to it."""
     tau, error = with_error(counts)
     numbers = {"tau": tau, "tau_error": error, "steps": sum(steps for _, steps in counts)}
     if base is not None:
@@ -294,7 +292,7 @@ def tau_numbers(counts: Counts, base: Counts | None = None) -> dict[str, Any]:
 def with_error(counts: Counts, base: Counts | None = None) -> tuple[float, float]:
     """Tau, or its ratio to that of ``base`` on the same prompts, and its jackknife error."""
 
-    def taus(each: Counts) -> Any:  # of all prompts, then [n] without each of them
+    def taus(each: Counts) -> Any:  # of all prompts, then [n] omitting each of them
         accepted, steps = np.array(each, dtype=float).T
         totals = accepted.sum() - np.array([0.0, *accepted]), steps.sum() - np.array([0.0, *steps])
         return 1 + totals[0] / np.maximum(totals[1], 1)
@@ -306,9 +304,9 @@ def with_error(counts: Counts, base: Counts | None = None) -> tuple[float, float
 
 
 def largest_gap(target: str, differences: Sequence[Difference]) -> float:
-    """Between the logits of plain vLLM's token and of the arm's, where greedy answers first differ.
+    """Largest difference of logits between plain vLLM's token and the arm's at first differences.
 
-    They are the target's in float32, by transformers. A step of bfloat16 is 1/8 at a logit of 16.
+    They are the target's in float32, from transformers. A step of bfloat16 is 1/8 at a logit of 16.
     """
     import torch
 
@@ -318,7 +316,7 @@ def largest_gap(target: str, differences: Sequence[Difference]) -> float:
             with torch.inference_mode():
                 logits = _in_float32(target)(torch.tensor([each.context])).logits[0, -1]
             gaps.append(abs(float(logits[each.baseline] - logits[each.candidate])))
-    return max(gaps, default=0.0)  # 0: answers only end elsewhere
+    return max(gaps, default=0.0)  # 0: answers only differ in length
 
 
 @functools.lru_cache(maxsize=1)
@@ -329,7 +327,7 @@ def _in_float32(target: str) -> Any:
 
 
 def time_numbers(found: InTurn, batch: int) -> dict[str, Any]:
-    """Medians over rounds, and the spread of the ratio; milliseconds of a step with prefills."""
+    """Medians over rounds, and the spread of the ratio; milliseconds per step with prefills."""
 
     def step_ms(timed: Timed) -> float:
         steps = timed.acceptance.steps + len(timed.results) * len(timed.rates)
@@ -356,7 +354,7 @@ def time_numbers(found: InTurn, batch: int) -> dict[str, Any]:
 def engine(
     arm: Arm, options: EngineOptions, engine_args: Mapping[str, Any] | None = None
 ) -> Iterator[EngineProcess]:
-    """An arm's engine, started."""
+    """An arm's started engine."""
     sampling = ArmSampling(options.max_tokens, max(options.temperatures))
     with tempfile.TemporaryDirectory() as costs:
         with environment(arm, options, costs):
@@ -372,11 +370,11 @@ def settings(
     requests = max(8, *options.batch)
     arguments = {
         "max_num_seqs": requests,
-        # prompts are never split (vLLM on CPU can't chunk seeded ones), trees always fit
+        # prompts are never chunked (vLLM on CPU can't chunk seeded ones), trees always fit
         "max_num_batched_tokens": max(
             options.max_model_len * min(requests, _PREFILLS), MAX_NODES * requests
         ),
-        "enable_prefix_caching": False,  # the same prompts come again and again
+        "enable_prefix_caching": False,  # the same prompts are repeated
         "enforce_eager": options.eager,
         "kv_cache_memory_bytes": _KV_BYTES,
         "disable_log_stats": not (arm.config or {}).get("lookup", False),  # copies are counted
@@ -387,11 +385,11 @@ def settings(
 
 @contextmanager
 def environment(arm: Arm, options: EngineOptions, costs: str) -> Iterator[None]:
-    """Set the environment of processes that are started inside.
+    """Set the environment of processes started inside the block.
 
-    An automatic budget keeps its step costs in the empty folder ``costs``. On CPUs processes are
-    bound to cores as vLLM's own multiprocess executor binds its workers, with Intel's OpenMP where
-    it is installed.
+    An automatic budget stores its step costs in the empty folder ``costs``. On CPUs, processes are
+    bound to cores as vLLM's own multiprocess executor binds its workers, with Intel's OpenMP if
+    installed.
     """
     import torch
 

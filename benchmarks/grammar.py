@@ -3,8 +3,8 @@
     python -m benchmarks grammar                            # steps, schema by schema
     python -m benchmarks grammar --rounds 7 --batch 1 16    # times, all schemas mixed
 
-Masks follow every branch of a tree; the grammar chooses the nodes among what the drafter proposes
-and adds the tokens that it all but forces. Answers have to be plain vLLM's, and JSON where they are
+Masks follow every branch of a tree; the grammar chooses nodes among the drafter's candidates
+and adds tokens that it nearly forces. Answers must equal plain vLLM's, and be JSON if
 complete.
 """
 
@@ -24,7 +24,7 @@ from vllm_medusa.offline.batch import Conversation, Engine, Request, Result
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.options import FromZero, Positive, option
 
-ASKED = "Write a JSON document for: {schema}. Answer with the document alone."
+QUESTION = "Write a JSON document for: {schema}. Answer with the document alone."
 BACKEND = {"backend": "xgrammar", "disable_any_whitespace": True}
 
 
@@ -32,18 +32,18 @@ class GrammarOptions(EngineOptions):
     """Options of the benchmark."""
 
     forms: tuple[Form, ...] = option(default=("automatic", "dynamic", "chain"))
-    nodes: Positive = option("draft nodes of a tree", default=10)
-    depth: Positive = option("of the chain", default=3)
-    prompts: Positive = option("answers of each schema", default=4)
-    batch: tuple[Positive, ...] = option("requests at a time", default=(8,))
-    rounds: FromZero = option("timed, of all schemas mixed; 0: steps, by schema", default=0)
-    waves: Positive = option("answers of a turn for each place of the batch", default=3)
-    max_tokens: Positive = option("of each answer", default=256)
+    nodes: Positive = option("draft nodes per tree", default=10)
+    depth: Positive = option("draft tokens of the chain", default=3)
+    prompts: Positive = option("answers per schema", default=4)
+    batch: tuple[Positive, ...] = option("concurrent requests", default=(8,))
+    rounds: FromZero = option("timed rounds, all schemas mixed; 0: only steps", default=0)
+    waves: Positive = option("answers per batch slot and turn", default=3)
+    max_tokens: Positive = option("max tokens per answer", default=256)
 
 
 @dataclass
 class Constrained(Conversation):
-    """A prompt whose answer follows the schema that its id begins with."""
+    """A prompt whose answer follows the schema named at the start of its id."""
 
     def next_request(self, engine: Engine) -> Request:
         """See `vllm_medusa.offline.batch.Session`."""
@@ -55,13 +55,13 @@ class Constrained(Conversation):
 
 
 def tasks_of(options: GrammarOptions) -> Tasks:
-    """The prompts of each schema; of all in turn where times are measured."""
+    """The prompts of each schema; of all schemas in turn if times are measured."""
     found: Tasks = {schema: [] for schema in SCHEMAS}
     for number in range(options.prompts):
         for schema, own in found.items():
             index = number * len(SCHEMAS) + list(SCHEMAS).index(schema)
-            asked = (ASKED.format(schema=schema),)
-            own.append(Prompt(index, index + 1, f"{schema}, {number}", turns=asked))
+            question = (QUESTION.format(schema=schema),)
+            own.append(Prompt(index, index + 1, f"{schema}, {number}", turns=question))
     if not options.rounds:
         return found
     every = [prompt for own in found.values() for prompt in own]
@@ -72,7 +72,7 @@ def judge(results: Sequence[Result]) -> dict[str, Any]:
     """Return the number of complete answers.
 
     Raises:
-        ValueError: a complete one is not JSON.
+        ValueError: a complete answer is not JSON.
 
     """
     complete = [r.answers[0].text for r in results if r.answers[0].finish_reason == "stop"]
@@ -82,7 +82,7 @@ def judge(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def run(options: GrammarOptions, progress: Progress) -> Iterator[Row]:
-    """A row for each arm, temperature and schema; ``saved`` is the share of plain's steps."""
+    """A row for each arm, temperature and schema; ``saved`` is the share of plain vLLM's steps."""
     options = options.ready(progress)
     sizes = {"automatic": 0, "chain": options.depth}
     found = [

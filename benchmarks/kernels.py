@@ -3,16 +3,16 @@
     python -m benchmarks kernels step
 
 Calls run back to back in a CUDA graph, each on another copy of the cache, so that none finds its
-keys in the L2: as the layers of a model do. Beside it, on contiguous caches of the same shapes and
-in the same way: torch's FlashAttention and cuDNN without any mask, which read as much and know no
-tree, and its memory-efficient kernel with the tree's mask. Heads that share a key head are folded
-into the rows for them too. Every result is checked, at the last request.
+keys in the L2 cache, as in the layers of a model. For comparison, on contiguous caches of the same
+shapes: torch's FlashAttention and cuDNN without mask, which read as much but do not support
+trees, and its memory-efficient kernel with the tree's mask. Heads that share a key head are folded
+into the rows for them too. Every result is checked at the last request.
 
     floor        bytes of keys and values, read once, over the measured copy bandwidth
     arithmetic   4 * rows * heads * keys * head size over the measured bf16 matmul rate; where it
-                 exceeds the floor, no kernel can come near the floor
+                 exceeds the floor, the floor is not reachable
 
-Needs torch and Triton only.
+Needs only torch and Triton.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ LAYOUTS = {  # query heads, key heads
     "Llama-3-70B, 1 of 8 GPUs": (8, 1),
     "Llama-3-70B": (64, 8),
 }
-RELATIVE = 1.2e-2  # of bf16: ||out - ref|| / ||ref||
+RELATIVE = 1.2e-2  # for bf16: ||out - ref|| / ||ref||
 BLOCK_SIZE = 16
-COLD = 4  # copies of the cache together are this many times the L2
+COLD = 4  # total size of cache copies, relative to the L2 cache
 MOST_COPIES = 256
 CACHE_BYTES = 40 << 30
-ENOUGH_US = 300.0  # a graph shorter than this is not timed well
+ENOUGH_US = 300.0  # shorter graphs can't be timed accurately
 
 
 class KernelsOptions(Options):
@@ -61,19 +61,17 @@ class KernelsOptions(Options):
 
     batches: tuple[Positive, ...] = option(default=(1, 4, 16, 64))
     contexts: tuple[Positive, ...] = option(default=(4096, 16384, 1024, 8192, 32768))
-    nodes: tuple[Positive, ...] = option(
-        "rows of each request; 1 is plain decoding", default=(64, 16)
-    )
+    nodes: tuple[Positive, ...] = option("rows per request; 1 is plain decoding", default=(64, 16))
     fp8: bool = option("e4m3 caches instead of bf16", default=False)
     chunk: FromZero = option("rows of a prompt in addition to trees", default=0)
     head_size: Positive = option(default=128)
-    stages: FromZero = option("of Triton's pipeline, in place of those chosen", default=0)
-    per_sm: FromZero = option("programs planned for each multiprocessor, likewise", default=0)
+    stages: FromZero = option("stages of Triton's pipeline; 0: as chosen", default=0)
+    per_sm: FromZero = option("programs per multiprocessor; 0: as chosen", default=0)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A decode step's attention: ``batch`` requests of ``nodes`` rows behind ``context`` tokens."""
+    """A decode step's attention: ``batch`` requests of ``nodes`` rows after ``context`` tokens."""
 
     layout: str
     heads: int
@@ -87,7 +85,7 @@ class Spec:
 
     @property
     def lengths(self) -> list[int]:
-        """Keys of each request."""
+        """Keys per request."""
         return [self.context + self.nodes] * self.batch + [self.chunk] * bool(self.chunk)
 
     @property
@@ -97,30 +95,30 @@ class Spec:
 
     @property
     def kv_bytes(self) -> int:
-        """Of all keys and values that the step needs."""
+        """Bytes of all keys and values that the step needs."""
         return sum(self.lengths) * 2 * self.kv_heads * self.head_size * self.cache.itemsize
 
     @property
     def flop(self) -> int:
-        """Operations of both products; half of the chunk's square is not seen."""
+        """Operations of both products; half of the chunk's square is masked."""
         pairs = self.batch * self.nodes * (self.context + self.nodes) + self.chunk**2 // 2
         return 4 * pairs * self.heads * self.head_size
 
     @property
     def width(self) -> int:
-        """Blocks of a request in the table: a multiple of 16."""
+        """Blocks per request in the table: a multiple of 16."""
         return -(-max(self.lengths) // (16 * BLOCK_SIZE)) * 16
 
     @property
     def cache_elements(self) -> int:
-        """Of one copy."""
+        """Elements of one copy."""
         blocks = len(self.lengths) * self.width
         return blocks * self.kv_heads * BLOCK_SIZE * 2 * self.head_size
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A spec in memory: one query, and as many caches as it takes to keep the L2 cold."""
+    """A spec in memory: one query, and enough caches to keep the L2 cold."""
 
     spec: Spec
     query: Tensor  # [T, Hq, D]
@@ -143,8 +141,8 @@ class Setup:
 class Memory:
     """One allocation for all timed caches, filled once with random values.
 
-    A cache on an H200 can be 34 GB: to allocate and fill it anew for each shape would take longer
-    than all measurements. Values do matter: on zeros a GPU clocks higher.
+    A cache on an H200 can be 34 GB: allocating and filling it for each shape would take longer
+    than all measurements. Values matter: on zeros a GPU clocks higher.
     """
 
     def __init__(self, device: str) -> None:
@@ -156,10 +154,10 @@ class Memory:
         self._pool = torch.empty(0)
 
     def take(self, copies: int, elements: int, dtype: torch.dtype) -> Tensor:
-        """``copies`` of ``elements`` values, [copies, elements]; random, of fp8 from 0 to 1.875.
+        """``copies`` of ``elements`` values, [copies, elements]; random, for fp8 from 0 to 1.875.
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: not enough memory.
 
         """
         size = copies * elements * dtype.itemsize
@@ -176,7 +174,7 @@ class Memory:
 
 
 def setup(spec: Spec, memory: Memory, l2_bytes: int) -> Setup:
-    """Lay a spec out: blocks in random order, queries as they lie in a packed projection."""
+    """Lay out a spec: blocks in random order, queries as in a packed projection."""
     device, dim = memory.device, spec.head_size
     fit = memory.limit // (spec.cache_elements * spec.cache.itemsize)
     copies = max(1, min(-(-COLD * l2_bytes // spec.kv_bytes), fit, MOST_COPIES))
@@ -205,7 +203,7 @@ def setup(spec: Spec, memory: Memory, l2_bytes: int) -> Setup:
 
 
 def check(made: Setup) -> float:
-    """||out - ref|| / ||ref|| at the last tree and the chunk, in fp32 by plain products."""
+    """||out - ref|| / ||ref|| at the last tree and the chunk, in fp32 with plain products."""
     spec = made.spec
     made.attend()
     tree = TreeTensors.from_tree(step_tree(spec.nodes), made.out.device).ancestors
@@ -217,10 +215,10 @@ def check(made: Setup) -> float:
 
 
 def _error(made: Setup, request: int, rows: int, seen: Tensor) -> float:
-    """At one request; ``seen`` [rows, rows] are the request's own rows that each row sees."""
+    """The error of one request; ``seen`` [rows, rows]: its own rows that each row attends to."""
     spec, length = made.spec, made.spec.lengths[request]
     blocks = made.batch.block_table[request].long()
-    kept = made.cache(0).view(torch.uint8)[blocks].view(spec.cache)  # fp8 can't be indexed
+    kept = made.cache(0).view(torch.uint8)[blocks].view(spec.cache)  # indexing needs bytes, not fp8
     kept = kept.transpose(1, 2).float().flatten(0, 1)[:length]
     keys, values = kept.split(spec.head_size, -1)  # [L, Hkv, D]
     start = request * spec.nodes
@@ -274,9 +272,9 @@ def specs(options: KernelsOptions) -> Iterator[Spec]:
 
 @contextmanager
 def other_tiles(stages: int, per_sm: int) -> Iterator[None]:
-    """Within the block launches and plans use these in place of what `tile_sizes` chooses; 0: its.
+    """Within the block, use these values instead of those chosen by `tile_sizes`; 0: unchanged.
 
-    So the two choices that no GPU has confirmed can be measured against others.
+    So the two choices that were not confirmed on a GPU can be compared with others.
     """
     from vllm_medusa.scorer import launch
 
@@ -317,7 +315,7 @@ def measure(
     made = setup(spec, memory, clock.l2_bytes)
     error = check(made)
     if not error < RELATIVE * (1 if memory.device == "cuda" else 2):
-        return Row(what, failed=f"its result is off by {error:.3g} of the reference")
+        return Row(what, failed=f"relative error of {error:.3g}")
     floor = spec.kv_bytes / rates["copy_bytes_per_s"] * 1e6
     copies = len(made.flat)
     calls = max(copies, min(200, int(ENOUGH_US / max(floor, 1.0)))) if floor else copies
@@ -346,7 +344,7 @@ def measure(
         for name, attend in rivals(made).items():
             try:
                 numbers[f"{name}_us"] = microseconds(attend)
-            except (RuntimeError, TypeError) as reason:  # a backend that doesn't take the shape
+            except (RuntimeError, TypeError) as reason:  # a backend that doesn't support the shape
                 numbers[f"{name}_reason"] = str(reason)[:200]
     return Row(what, numbers, right=True)
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks profile --nodes 10
 
-Plain vLLM, our trees and vLLM's own chain, each in a process of its own, one after another. The
+Plain vLLM, our trees and vLLM's own chain, each in its own process, one after another. The
 cost of a tree has two parts: the *own overhead*, work that plain decoding does not have (heads,
 verification, compaction, bookkeeping of trees), and the forward pass over several rows instead of
-one, which is reported relative to plain's.
+one, which is reported relative to plain vLLM's.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class ProfileOptions(EngineOptions):
     """Options of the benchmark."""
 
     forms: tuple[Form, ...] = option(default=("automatic", "dynamic", "chain", "stock"))
-    nodes: Positive = option("draft nodes of trees", default=10)
-    chain: Positive = option("draft tokens of chains", default=3)
+    nodes: Positive = option("draft nodes per tree", default=10)
+    chain: Positive = option("draft tokens per chain", default=3)
 
     def check(self) -> None:
         """See `Options.check`."""
         if len(self.batch) != 1:
-            raise ValueError("a profile is of one --batch.")
+            raise ValueError("a profile needs a single --batch.")
 
 
 def run(options: ProfileOptions, progress: Progress) -> Iterator[Row]:
-    """A row for each arm and temperature, in float32 only if its tokens are plain's."""
+    """A row for each arm and temperature; in float32 only if its tokens equal plain vLLM's."""
     options = options.ready(progress)
     sizes = {"automatic": 0, "chain": options.chain, "stock": options.chain}
     arms = [arm_of(options.drafter, form, sizes.get(form, options.nodes)) for form in options.forms]
@@ -77,7 +77,7 @@ def _measure(
     tokens, parts = plain if arm is PLAIN else _in_a_process(arm, options, temperature)
     wrong = sum(tokens[index] != ids for index, ids in plain[0].items())
     reason = f"{wrong} of {len(tokens)} answers differ from plain vLLM's"
-    numbers = summarise(parts, plain[1]) | {"parts_ms": parts}
+    numbers = summarize(parts, plain[1]) | {"parts_ms": parts}
     if options.dtype != "float32":
         numbers["differing"], wrong = wrong, 0
     return Row(what, numbers, right=not wrong, failed=reason if wrong else "")
@@ -133,8 +133,8 @@ def _record(engine: Any, steps: list[Step]) -> None:
 def average_parts(steps: Sequence[Step]) -> dict[str, float]:
     """Mean milliseconds of each part over the middle half, by duration, of the decode steps.
 
-    The middle half, because a stall of the machine would otherwise be attributed to the part that
-    it hit; a mean, because then the parts add up to the step.
+    The middle half, because otherwise a stall of the machine would be attributed to the affected
+    part; a mean, because then the parts add up to the step.
     """
     decode = sorted((step for step in steps if step[1]), key=lambda step: step[0])
     middle = decode[len(decode) // 4 : max(1, 3 * len(decode) // 4)]
@@ -145,7 +145,7 @@ def average_parts(steps: Sequence[Step]) -> dict[str, float]:
     }
 
 
-def summarise(parts: dict[str, float], plain: dict[str, float]) -> dict[str, float]:
+def summarize(parts: dict[str, float], plain: dict[str, float]) -> dict[str, float]:
     """Totals in milliseconds and shares of the step."""
     step = sum(parts.values())
     own = sum(parts.get(label, 0.0) for label in OWN)

@@ -1,4 +1,4 @@
-"""Rows as a Markdown table and as a picture, and the machine that they were measured on."""
+"""Rows as a Markdown table and as a plot, and the machine of the measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.case import ROOT, Case, Plot
 from vllm_medusa.offline.machine import describe_machine, format_machine
 
-_SHOWN_REASON = 200  # characters; the JSON file has all of it
+_SHOWN_REASON = 200  # characters; the JSON file has the full text
 
 
 def describe(commit: str | None = None) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def markdown(document: Mapping[str, Any], cases: Mapping[str, Case]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> list[str]:
-    """The lines of a table, without the columns that no row has."""
+    """The lines of a table, without columns that are empty in all rows."""
     shown = {key: column for key, column in columns.items() if any(key in row for row in rows)}
     if any("of_commit" in row for row in rows):
         shown = {"of_commit": ("commit", ""), "turn": ("turn", "")} | shown
@@ -78,13 +78,13 @@ def _cell(value: Any, format_: str) -> str:
 
 
 def _short(reason: str) -> str:
-    """Its first line that is not blank, without what would end a cell."""
+    """The first non-blank line, without characters that would end a cell."""
     line = next(line for line in reason.splitlines() if line.strip())
     return line.replace("|", "/")[:_SHOWN_REASON]
 
 
 def draw(rows: Sequence[Mapping[str, Any]], plot: Plot, path: Path) -> None:
-    """Write a picture of the rows that have all keys of ``plot``: a row of panels for each T."""
+    """Plot the rows that have all keys of ``plot``: a row of panels for each temperature."""
     import matplotlib
 
     matplotlib.use("Agg")

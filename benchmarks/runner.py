@@ -4,9 +4,9 @@
     python -m benchmarks kernels step --json build/gpu.json
     python -m benchmarks load --base HEAD~3
 
-With --json the document is on disk after every row; at the end a table (.md) and a picture (.png)
-are written beside it. --base also measures the package of another commit, in turn with this one:
-base, this, base, this. Exit status: 0; 1 if a row failed; 2 for wrong options.
+With --json the document is written after every row; at the end a table (.md) and a plot (.png)
+are written next to it. --base also measures the package of another commit, alternating with this
+one: base, this, base, this. Exit status: 0; 1 if a row failed; 2 for wrong options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm_medusa.files import write_json
 from vllm_medusa.job import Progress
 from vllm_medusa.options import Options
 
-CASES = {  # name -> (where its `Case` is, what it measures)
+CASES = {  # name -> (location of its `Case`, what it measures)
     "speed": (
         "compare.SPEED",
         "trees, chains and n-grams against plain vLLM, one request at a time",
@@ -60,7 +60,7 @@ class Lines(Progress):
 
 
 def load(name: str) -> Case:
-    """The case of a name, or of any other module that has a `CASE`."""
+    """The case of a name, or of any other module with a `CASE`."""
     module, _, attribute = CASES[name][0].partition(".") if name in CASES else (name, "", "CASE")
     package = "benchmarks." if name in CASES else ""
     case = getattr(import_module(package + module), attribute)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser(cases, quick="--quick" in words)
     args = parser.parse_args(words)
     if not cases:
-        parser.error("name a case")
+        parser.error("a case is required")
     try:
         options = {name: _options(case, args, len(cases)) for name, case in cases.items()}
     except (TypeError, ValueError) as error:
@@ -120,10 +120,10 @@ def _parser(cases: dict[str, Case], quick: bool) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller: minutes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--base", metavar="COMMIT", help="alternate with this commit")
-    parser.add_argument("--commit", help="what is measured, for a copy without git")
+    parser.add_argument("--quick", action="store_true", help="a reduced run of some minutes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
+    parser.add_argument("--base", metavar="COMMIT", help="alternate with another commit")
+    parser.add_argument("--commit", help="the measured commit, for a copy without git")
     if len(cases) == 1:
         from vllm_medusa.cli.flags import add_flags
 
@@ -148,12 +148,12 @@ def _rows(case: Case, options: Options) -> Iterator[dict[str, Any]]:
     try:
         for row in case.run(options, Lines()):
             yield row.to_dict()
-    except (Exception, KeyboardInterrupt) as error:  # interrupted, it keeps what it has
+    except (Exception, KeyboardInterrupt) as error:  # if interrupted, keep the rows so far
         yield {"name": "the whole case", "failed": f"{type(error).__name__}: {error}"}
 
 
 def _with_base(name: str, words: Sequence[str], base: str) -> Iterator[dict[str, Any]]:
-    """The rows of a case with the package of another commit and with this one's, in turn."""
+    """The rows of a case with the package of another commit and with this one's, alternating."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--base", "--json"):
         parser.add_argument(option)
@@ -166,7 +166,7 @@ def _with_base(name: str, words: Sequence[str], base: str) -> Iterator[dict[str,
                 command = [sys.executable, "-m", "benchmarks", name, *words, "--json", str(file)]
                 paths = [str(package), str(ROOT), os.environ.get("PYTHONPATH", "")]
                 environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-                environment["PYTHONSAFEPATH"] = "1"  # the current folder does not precede them
+                environment["PYTHONSAFEPATH"] = "1"  # the current folder must not precede them
                 done = subprocess.run(
                     command, env=environment, stdout=subprocess.DEVNULL, check=False
                 )
@@ -180,7 +180,7 @@ def _with_base(name: str, words: Sequence[str], base: str) -> Iterator[dict[str,
 
 @contextlib.contextmanager
 def package_of(commit: str) -> Iterator[Path]:
-    """A folder with the package of a commit and nothing else, to be first on PYTHONPATH."""
+    """A folder with only the package of a commit, to be first on PYTHONPATH."""
     git = ["git", "-C", str(ROOT), "worktree"]
     with tempfile.TemporaryDirectory() as folder:
         tree, path = Path(folder, "worktree"), Path(folder, "path")
@@ -199,12 +199,12 @@ def _draw(document: dict[str, Any], cases: dict[str, Case], path: Path) -> None:
         if case.plot is not None:
             try:
                 draw(document["cases"][name]["rows"], case.plot, picture)
-            except Exception as error:  # a run is not lost for a picture
-                Lines().note(f"no picture: {type(error).__name__}: {error}")
+            except Exception as error:  # don't lose a run because of a plot
+                Lines().note(f"no plot: {type(error).__name__}: {error}")
 
 
 def _plain(options: Options) -> dict[str, Any]:
-    """JSON values without folders of this machine."""
+    """JSON values without local folders."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""JSON schemas like those of requests: tool calls, nested objects, enums, long strings."""
+"""JSON schemas like those of real requests: tool calls, nested objects, enums, long strings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ INTEGER, FLAG = {"type": "integer"}, {"type": "boolean"}
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-    """All of its properties are required, as in strict tools."""
+    """An object with all properties required, as in strict tools."""
     return {
         "type": "object",
         "properties": properties,

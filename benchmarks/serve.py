@@ -1,15 +1,15 @@
-"""A server under open load: plain vLLM, the automatic budget and trees of a fixed size, in turn.
+"""A server under open load: plain vLLM, the automatic budget and fixed-size trees, alternating.
 
     python -m benchmarks serve --rates 0.5 1 2
 
 Requests arrive as a Poisson process at given rates, from idle to above plain vLLM's capacity, and
-in a ramp up and down, independent of answers. All servers run, and one is loaded at a time, with
-the same prompts, seeds and arrivals: A B C A, then in reverse. Plain vLLM has two rows: the
-difference between them is noise. Requests are sent and timed by vLLM's own `vllm bench
-serve`; answers have to be plain's.
+in a ramp up and down, independent of answers. All servers run, one at a time under load, with
+the same prompts, seeds and arrivals: A B C A, then in reverse. Plain vLLM has two rows, whose
+difference is noise. Requests are sent and timed by vLLM's own `vllm bench
+serve`; answers must equal plain vLLM's.
 
-A token's time is a request's time after its first token, divided by the tokens of that time: tokens
-that are accepted together come together. A gap is the time between two such arrivals.
+A token's time is a request's time after its first token, divided by the number of these tokens:
+tokens accepted together arrive together. A gap is the time between two such arrivals.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from vllm_medusa.options import Above, AtLeastZero, Positive, option
 
 AGAIN = "plain, again"
 _HOST, _MODEL = "127.0.0.1", "target"
-_START_S, _DRAIN = 240.0, 8.0  # a load may take this many times its arrivals' seconds
+_START_S, _DRAIN = 240.0, 8.0  # time limit of a load, as a multiple of its arrivals' seconds
 
 
 class ServeOptions(EngineOptions):
     """Options of the benchmark."""
 
-    batch: tuple[Positive, ...] = option("requests that a server runs at a time", default=(16,))
-    max_tokens: Positive = option("of each answer", default=32)
+    batch: tuple[Positive, ...] = option("max concurrent requests of a server", default=(16,))
+    max_tokens: Positive = option("max tokens per answer", default=32)
     temperatures: tuple[AtLeastZero, ...] = option(default=(0.7,))
     rates: tuple[Above, ...] = option("requests per second", default=(0.25, 0.5, 1.0, 2.0, 4.0))
     ramp: AtLeastZero = option("rate at the top of the ramp; 0: none", default=4.0)
-    duration: Above = option("seconds of arrivals at each rate, half of a ramp's", default=30.0)
-    rounds: Positive = option("of all servers, each with other arrivals", default=2)
-    nodes: tuple[Positive, ...] = option("draft nodes of trees of a fixed size", default=(4,))
+    duration: Above = option("seconds of arrivals per rate; a ramp has twice as many", default=30.0)
+    rounds: Positive = option("rounds over all servers, each with other arrivals", default=2)
+    nodes: tuple[Positive, ...] = option("draft nodes of fixed-size trees", default=(4,))
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Load:
     name: str
     max_rate: float  # requests per second
     seconds: float
-    ramp: bool = False  # up to ``max_rate`` in the middle, and down again
+    ramp: bool = False  # up to ``max_rate`` in the middle, then down again
 
     def arrivals(self, seed: int) -> list[float]:
-        """Seconds of the arrivals of a Poisson process, by thinning; at least one."""
+        """Arrival times in seconds of a Poisson process, by thinning; at least one."""
         draw, now, found = random.Random(f"{self.name} {seed}"), 0.0, list[float]()
         while now < self.seconds or not found:
             now += draw.expovariate(self.max_rate)
@@ -89,7 +89,7 @@ class Answers:
     failed: int = 0
 
     def add(self, found: dict[str, Any]) -> None:
-        """Add what `vllm bench serve` found in a round."""
+        """Add the results of `vllm bench serve` for a round."""
         each = zip(found["latencies"], found["ttfts"], found["output_lens"], strict=True)
         self.token_times += [(end - first) / (n - 1) for end, first, n in each if n > 1]
         self.ttfts += found["ttfts"]
@@ -123,14 +123,14 @@ def loads(options: ServeOptions) -> list[Load]:
 
 
 def run(options: ServeOptions, progress: Progress) -> Iterator[Row]:
-    """A row for each load and server, when all rounds of the load are done."""
+    """A row for each load and server, after all rounds of the load."""
     options = options.ready(progress)
     sizes = [("automatic", 0), *(("dynamic", nodes) for nodes in options.nodes)]
     arms = [PLAIN, *(arm_of(options.drafter, form, size) for form, size in sizes)]
     with contextlib.ExitStack() as stack:
         urls: dict[str, str] = {}
         for arm in filter(None, arms):
-            progress.note(f"{arm.name}: the server starts")
+            progress.note(f"{arm.name}: starting the server")
             try:
                 urls[arm.name] = stack.enter_context(server(arm, options))
             except JobFailed as error:
@@ -154,12 +154,12 @@ def _rows(
     found = {name: Answers() for name in turns}
     broken: dict[str, str] = {}
     for number in range(options.rounds):
-        asked = requests(load, number, temperature, options)
+        planned = requests(load, number, temperature, options)
         for name in turns if number % 2 == 0 else reversed(turns):
             if name in broken:
                 continue
             try:
-                found[name].add(ask(urls.get(name, urls[PLAIN.name]), asked, load.seconds))
+                found[name].add(ask(urls.get(name, urls[PLAIN.name]), planned, load.seconds))
             except Exception as error:
                 broken[name] = f"{type(error).__name__}: {error}"
     wanted = found[PLAIN.name].texts
@@ -177,7 +177,7 @@ def _rows(
 
 
 def requests(load: Load, number: int, temperature: float, options: ServeOptions) -> list[Any]:
-    """The requests of a round: those of `vllm bench serve`, each with its second of arrival."""
+    """The requests of a round, for `vllm bench serve`, each with its arrival time."""
     from vllm.benchmarks.datasets import SampleRequest
 
     prompts = options.all_prompts()
@@ -194,7 +194,7 @@ def requests(load: Load, number: int, temperature: float, options: ServeOptions)
 
 @functools.cache
 def _chat(turn: str, target: str) -> str:
-    """A user's turn in the target's chat template, if it has one."""
+    """A user's turn in the target's chat template, if there is one."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -205,7 +205,7 @@ def _chat(turn: str, target: str) -> str:
     return str(text)
 
 
-def ask(url: str, asked: Sequence[Any], seconds: float) -> dict[str, Any]:
+def ask(url: str, planned: Sequence[Any], seconds: float) -> dict[str, Any]:
     """Send requests at their arrival times; returns the results of `vllm bench serve`.
 
     Raises:
@@ -222,7 +222,7 @@ def ask(url: str, asked: Sequence[Any], seconds: float) -> dict[str, Any]:
         model_id=_MODEL,
         model_name=_MODEL,
         tokenizer=None,
-        input_requests=list(asked),
+        input_requests=list(planned),
         logprobs=None,
         request_rate=float("inf"),
         burstiness=1.0,
@@ -249,12 +249,12 @@ def ask(url: str, asked: Sequence[Any], seconds: float) -> dict[str, Any]:
 def server(
     arm: Arm, options: EngineOptions, more: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
-    """An arm's server, ready; its address. It ends with its process group, and with this process.
+    """The address of an arm's ready server. It ends with its process group, and with this process.
 
-    ``more`` are options of vLLM's, added to those of the arm or in their place.
+    ``more`` are options of vLLM that extend or override those of the arm.
 
     Raises:
-        JobFailed: it ended or was not ready in time; the message has the end of its log.
+        JobFailed: it ended or was not ready in time, with the end of its log.
 
     """
     with socket.socket() as free:
@@ -332,7 +332,7 @@ CASE = Case(
         "token_p99": ("p99", ".0f"),
         "gap_p50": ("gap ms, p50", ".0f"),
         "gap_p99": ("p99", ".0f"),
-        "requests": ("answers equal to plain's", ""),
+        "requests": ("answers equal to plain vLLM's", ""),
     },
     quick={"rates": (0.5, 2.0), "duration": 12.0, "rounds": 1, "max_tokens": 24},
     plot=Plot("rate", ("ttft_p50", "token_p50", "token_p99", "tokens_per_second")),

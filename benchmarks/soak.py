@@ -2,11 +2,11 @@ r"""A server under thousands of mixed requests: checks for lost or wrong answers
 
     make soak
 
-Sixty-four clients at a time, of the official `openai` package, ask a server with heads for
-completions, chats, streams, tools, schemas, several choices, with penalties and stop texts; some
-disconnect in the middle, some send invalid requests. Requests with a fixed answer (temperature 0,
-seeds) are first sent to a plain server. Leaks are found by the slope of the private memory of the
-server's and the engine's process over the second half.
+Sixty-four concurrent clients, of the official `openai` package, send a server with heads
+completions, chats, streams, tools, schemas, several choices, penalties and stop strings; some
+disconnect during a stream, some send invalid requests. Requests with a fixed answer (temperature 0,
+seeds) are first sent to a plain server. Leaks are detected by the growth of the private memory of
+the server's and the engine's process over the second half.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from benchmarks.case import ROOT, Case, Row
 from benchmarks.compare import arm_of
 from benchmarks.engines import PLAIN, EngineOptions
 from benchmarks.serve import server
-from benchmarks.soak_requests import Answer, Asked, ask, requests
+from benchmarks.soak_requests import Answer, Request, ask, requests
 from vllm_medusa.job import Progress
 from vllm_medusa.options import Above, FromZero, Positive, Seed, option
 
 MODEL = "target"
 _REFUSALS = range(400, 500)
-_EVERY = 0.5  # seconds between looks at the memory
+_EVERY = 0.5  # seconds between memory samples
 _LOST_S = 300.0  # a request that takes longer is lost
 
 
@@ -40,20 +40,20 @@ class SoakOptions(EngineOptions):
     """Options of the benchmark."""
 
     requests: Positive = option(default=2000)
-    clients: Positive = option("at a time", default=64)
-    distinct: Positive = option("different requests; the others are the same again", default=400)
+    clients: Positive = option("concurrent clients", default=64)
+    distinct: Positive = option("distinct requests; the others repeat them", default=400)
     seed: Seed = option(default=0)
-    prompts: Positive = option("of each file, at most", default=32)
-    batch: tuple[Positive, ...] = option("requests that the server runs at a time", default=(32,))
-    cache_mib: Positive = option("KV cache; a small one has requests preempted", default=24)
-    budget: FromZero = option("draft nodes of the trees; 0: automatic", default=0)
-    max_growth: Above = option("MiB per 1,000 requests, of each process", default=8.0)
+    prompts: Positive = option("max prompts per file", default=32)
+    batch: tuple[Positive, ...] = option("max concurrent requests of the server", default=(32,))
+    cache_mib: Positive = option("size of the KV cache; a small one causes preemption", default=24)
+    budget: FromZero = option("draft nodes per tree; 0: automatic", default=0)
+    max_growth: Above = option("max MiB per 1,000 requests, for each process", default=8.0)
     max_model_len: Positive = option(default=1024)
 
 
 @dataclass
 class Seen:
-    """A process's private memory, in MiB, by the number of requests that were done."""
+    """A process's private memory, in MiB, by the number of finished requests."""
 
     name: str
     process: psutil.Process
@@ -64,7 +64,7 @@ class Seen:
         self.points.append((done, self.process.memory_full_info().uss / 2**20))
 
     def slope(self) -> float:
-        """MiB for 1,000 requests, over the second half of them."""
+        """MiB per 1,000 requests, over the second half of them."""
         done, mib = np.array(self.points).T
         half = done >= done[-1] / 2
         return 1000 * float(np.polyfit(done[half], mib[half], 1)[0])
@@ -75,7 +75,7 @@ def run(options: SoakOptions, progress: Progress) -> Iterator[Row]:
     options = options.ready(progress)
     prompts = [prompt.text or prompt.turns[0] for prompt in options.all_prompts()]
     pool = requests(prompts, options.distinct, options.seed)
-    asked = [pool[index % len(pool)] for index in range(options.requests)]
+    planned = [pool[index % len(pool)] for index in range(options.requests)]
     known = list({each.key: each for each in pool if each.compared}.values())
     progress.note(f"{len(known)} answers of plain vLLM")
     with server(PLAIN, options, more=words(options)) as url:
@@ -83,24 +83,24 @@ def run(options: SoakOptions, progress: Progress) -> Iterator[Row]:
     wanted = {each.key: asdict(found) for each, found in zip(known, plain, strict=True)}
     form = "dynamic" if options.budget else "automatic"
     arm = arm_of(options.drafter, form, options.budget)
-    assert arm is not None  # every drafter has these forms
-    progress.note(f"{len(asked)} requests")
+    assert arm is not None  # every drafter supports these forms
+    progress.note(f"{len(planned)} requests")
     with server(arm, options, more=words(options)) as url:
         processes = processes_of(url)
         start = time.monotonic()
-        answers, at_most = asyncio.run(ask_all(url, asked, options.clients, processes))
+        answers, at_most = asyncio.run(ask_all(url, planned, options.clients, processes))
         seconds = time.monotonic() - start
         left = settled(url)
         preempted = metric(url, "num_preemptions_total")
         accepted = metric(url, "spec_decode_num_accepted_tokens_total")
         drafts = metric(url, "spec_decode_num_drafts_total")
-    what = {"name": "all requests", "requests": len(asked)}
+    what = {"name": "all requests", "requests": len(planned)}
     numbers = {"seconds": seconds, "preempted": preempted, "at_most": at_most}
     numbers["tau"] = 1 + accepted / max(drafts, 1)
     lost = sum(isinstance(answer, str) for answer in answers)
     yield Row(what, numbers, right=not lost and not left, failed=_lost(lost, left, answers))
-    for kind in dict.fromkeys(each.kind for each in asked):
-        own = [(a, b) for a, b in zip(asked, answers, strict=True) if a.kind == kind]
+    for kind in dict.fromkeys(each.kind for each in planned):
+        own = [(a, b) for a, b in zip(planned, answers, strict=True) if a.kind == kind]
         wrong = [problem for a, b in own if (problem := problem_of(a, b, wanted))]
         reason = f"{len(wrong)} of {len(own)}: {wrong[0]}" if wrong else ""
         numbers = {"compared": sum(each.compared for each, _ in own)}
@@ -111,7 +111,7 @@ def run(options: SoakOptions, progress: Progress) -> Iterator[Row]:
         mib = [value for _, value in each.points]
         numbers = {"first": mib[0], "last": mib[-1], "slope": each.slope()}
         grown = numbers["slope"] > options.max_growth
-        reason = f"it grows by {numbers['slope']:.1f} MiB for 1,000 requests" if grown else ""
+        reason = f"it grows by {numbers['slope']:.1f} MiB per 1,000 requests" if grown else ""
         yield Row({"name": each.name}, numbers, right=not grown, failed=reason)
 
 
@@ -127,18 +127,18 @@ def words(options: SoakOptions) -> dict[str, Any]:
 
 
 async def ask_all(
-    url: str, asked: Sequence[Asked], clients: int, processes: Sequence[Seen] = ()
+    url: str, planned: Sequence[Request], clients: int, processes: Sequence[Seen] = ()
 ) -> tuple[list[Any], int]:
-    """Send all requests, ``clients`` at a time; a lost one has its error in place of an answer.
+    """Send all requests, ``clients`` at a time; a lost one has its error as the answer.
 
     Returns:
-        The answers in the order of the requests, and the largest number of requests at a time.
+        The answers in the order of the requests, and the max number of concurrent requests.
 
     """
     from openai import AsyncOpenAI
 
-    found: list[Any] = [None] * len(asked)
-    waiting, state = iter(enumerate(asked)), {"done": 0, "now": 0, "max": 0}
+    found: list[Any] = [None] * len(planned)
+    waiting, state = iter(enumerate(planned)), {"done": 0, "now": 0, "max": 0}
     async with AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_LOST_S
     ) as client:
@@ -168,18 +168,18 @@ async def ask_all(
     return found, state["max"]
 
 
-def problem_of(asked: Asked, answer: Any, wanted: dict[str, dict[str, Any]]) -> str:
+def problem_of(planned: Request, answer: Any, wanted: dict[str, dict[str, Any]]) -> str:
     """Describe an error of an answer; empty if it is correct."""
     if isinstance(answer, str):
         return f"lost: {answer}"
-    if asked.refused:
+    if planned.refused:
         status = answer.error[0] if answer.error else 200
-        return "" if status in _REFUSALS else f"{dict(asked.body)} got the status {status}"
-    if asked.compared:
-        got, plain = asdict(answer), wanted[asked.key]
-        return "" if got == plain else f"{asked.key[:300]}: {got}, plain {plain}"
+        return "" if status in _REFUSALS else f"{dict(planned.body)} got the status {status}"
+    if planned.compared:
+        got, plain = asdict(answer), wanted[planned.key]
+        return "" if got == plain else f"{planned.key[:300]}: {got}, plain {plain}"
     if answer.error:
-        return f"{asked.key[:300]}: {answer.error}"
+        return f"{planned.key[:300]}: {answer.error}"
     return "" if answer.cancelled or None not in answer.reasons.values() else "it has no end"
 
 
@@ -187,7 +187,7 @@ def _lost(lost: int, left: float, answers: Sequence[Any]) -> str:
     if lost:
         first = next(answer for answer in answers if isinstance(answer, str))
         return f"{lost} requests were lost, the first with {first}"
-    return f"{left:.0f} requests still run or wait in the engine" if left else ""
+    return f"{left:.0f} requests are still running or waiting in the engine" if left else ""
 
 
 def settled(url: str, seconds: float = 30.0) -> float:
@@ -208,7 +208,7 @@ def metric(url: str, name: str) -> float:
 
 
 def processes_of(url: str) -> list[Seen]:
-    """The server's process and its engine's, found by the port."""
+    """The server's process and its engine's, found by port."""
     port = int(url.rpartition(":")[2])
     parent = next(
         process
@@ -225,16 +225,16 @@ CASE = Case(
     {
         "name": ("what", ""),
         "requests": ("requests", "d"),
-        "compared": ("as plain vLLM's", "d"),
+        "compared": ("equal to plain vLLM", "d"),
         "cancelled": ("cancelled", "d"),
         "refused": ("refused", "d"),
         "seconds": ("seconds", ".0f"),
-        "at_most": ("at a time", "d"),
+        "at_most": ("concurrent", "d"),
         "preempted": ("preemptions", ".0f"),
         "tau": ("tau", ".2f"),
-        "first": ("MiB at first", ".0f"),
-        "last": ("MiB at last", ".0f"),
-        "slope": ("MiB for 1,000 requests", ".2f"),
+        "first": ("MiB at start", ".0f"),
+        "last": ("MiB at end", ".0f"),
+        "slope": ("MiB per 1,000 requests", ".2f"),
     },
     quick={"requests": 130, "distinct": 65, "max_growth": 1000.0},
 )

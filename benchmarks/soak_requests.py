@@ -1,7 +1,7 @@
-"""Requests of all kinds for a server, from a seed; and what came back for one.
+"""Requests of all kinds for a server, from a seed; and their answers.
 
-What a request is answered is written down so that two servers can be compared: status and type of
-an error, or for each choice text or tool calls and why it ended.
+An answer is recorded so that two servers can be compared: status and type of
+an error, or for each choice text or tool calls and the finish reason.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ CHAT, COMPLETION = "chat.completions", "completions"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A request."""
 
     kind: str
     route: str  # of the client: `CHAT` or `COMPLETION`
     body: Mapping[str, Any]
     stream: bool = False
-    cancel_after: int | None = None  # chunks of a stream, then the client goes away
-    compared: bool = True  # it has the same answer every time, plain vLLM's
-    refused: bool = False  # the answer has to be an error of the client's: 400, 404 or 422
+    cancel_after: int | None = None  # disconnect after this number of chunks
+    compared: bool = True  # its answer must equal plain vLLM's
+    refused: bool = False  # the answer must be a client error: 400, 404 or 422
 
     @property
     def key(self) -> str:
-        """Equal for requests that are answered alike."""
+        """Equal for requests with equal answers."""
         return json.dumps([self.route, self.body], sort_keys=True)
 
 
 @dataclass
 class Answer:
-    """What a client got."""
+    """The response to a client."""
 
     error: tuple[int, str] | None = None  # status and type
     texts: dict[int, str] = field(default_factory=dict)  # by choice
@@ -73,7 +73,7 @@ class Answer:
     cancelled: bool = False
 
 
-# Requests that have to be refused: these values in place of a good request's.
+# Requests that must be refused: these values replace those of a valid request.
 WRONG: tuple[dict[str, Any], ...] = (
     {"temperature": -1},
     {"temperature": "warm"},
@@ -90,12 +90,12 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"extra_body": {"structured_outputs": {"regex": "(("}}},
     {"extra_body": {"structured_outputs": {"json": {"type": "nothing"}}}},
 )
-KINDS = {  # kind -> how often it is asked, relative to the others
+KINDS = {  # kind -> relative frequency
     "greedy completion": 2,
     "seeded completion": 1,
     "three prompts in one": 1,
     "three choices": 1,
-    "penalties and stop texts": 1,
+    "penalties and stop strings": 1,
     "chat": 2,
     "tools": 1,
     "schema": 1,
@@ -105,14 +105,14 @@ KINDS = {  # kind -> how often it is asked, relative to the others
 }
 
 
-def requests(prompts: Sequence[str], count: int, seed: int) -> list[Asked]:
+def requests(prompts: Sequence[str], count: int, seed: int) -> list[Request]:
     """``count`` requests of all kinds, some of them equal."""
     draw = random.Random(seed)
     kinds = draw.choices(list(KINDS), list(KINDS.values()), k=count)
     return [_request(kind, prompts, draw) for kind in kinds]
 
 
-def _request(kind: str, prompts: Sequence[str], draw: random.Random) -> Asked:
+def _request(kind: str, prompts: Sequence[str], draw: random.Random) -> Request:
     prompt, stream = draw.choice(prompts), draw.random() < 0.5
     route, more = COMPLETION, dict[str, Any]()
     body: dict[str, Any] = {"max_tokens": draw.choice((1, 8, 24, 48)), "temperature": 0}
@@ -131,7 +131,7 @@ def _request(kind: str, prompts: Sequence[str], draw: random.Random) -> Asked:
             stream = False
         case "three choices":
             body |= {"temperature": 1.0, "seed": 4, "n": 3}
-        case "penalties and stop texts":
+        case "penalties and stop strings":
             body |= {"presence_penalty": 0.5, "frequency_penalty": 0.2, "stop": ["\n\n", "return"]}
             body["extra_body"] = {"repetition_penalty": 1.1, "min_tokens": 1, "top_k": 40}
         case "tools":
@@ -151,25 +151,25 @@ def _request(kind: str, prompts: Sequence[str], draw: random.Random) -> Asked:
         case "malformed":
             body |= draw.choice(WRONG)
             more, stream = {"compared": False, "refused": True}, False
-    return Asked(kind, route, body, stream, **more)
+    return Request(kind, route, body, stream, **more)
 
 
-async def ask(client: Any, asked: Asked, model: str) -> Answer:
-    """Send a request with `openai.AsyncOpenAI`; an error of the server is an answer too."""
+async def ask(client: Any, request: Request, model: str) -> Answer:
+    """Send a request with `openai.AsyncOpenAI`; a server error is an answer too."""
     from openai import APIStatusError
 
     call = client
-    for name in asked.route.split("."):
+    for name in request.route.split("."):
         call = getattr(call, name)
-    answer, body = Answer(), {"model": model, **asked.body}
+    answer, body = Answer(), {"model": model, **request.body}
     try:
-        if not asked.stream:
+        if not request.stream:
             _take(answer, (await call.create(**body)).choices, "message")
             return answer
         async with await call.create(**body, stream=True) as stream:
             number = 0
             async for chunk in stream:
-                if number == asked.cancel_after:
+                if number == request.cancel_after:
                     answer.cancelled = True
                     return answer
                 number += 1

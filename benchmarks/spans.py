@@ -1,6 +1,6 @@
 """Timers around the parts of an engine's step, by wrapping methods of the live objects.
 
-Every span counts *exclusive* time: what a nested span takes is not counted in the outer one, so
+Every span counts *exclusive* time: the time of a nested span is not counted in the outer one, so
 the spans of a step add up to the step.
 """
 
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-# Parts that exist only with trees; the others are plain vLLM's too.
+# Parts that exist only with trees; the others exist in plain vLLM too.
 OWN = (
     "tree layout",
     "tree plan",
@@ -32,14 +32,14 @@ class Spans:
         self._since = 0.0
 
     def take(self) -> dict[str, float]:
-        """Returns what has been collected, and resets it."""
+        """Returns the collected times, and resets them."""
         taken, self._seconds = dict(self._seconds), defaultdict(float)
         return taken
 
     def hook(self, owner: Any, name: str, label: str, within: dict[str, str] | None = None) -> None:
-        """Times `owner.name`, if there is one, as `label`.
+        """Times `owner.name`, if it exists, as `label`.
 
-        ``within`` has labels to use instead when the span directly around has the given label.
+        ``within`` has labels to use instead if the directly enclosing span has the given label.
         """
         function: Callable[..., Any] | None = getattr(owner, name, None)
         if function is None:
@@ -69,7 +69,7 @@ class Spans:
 
 
 def hook_engine(llm: Any) -> Spans:
-    """Times the parts of an in-process engine, whatever kind of speculation it has."""
+    """Times the parts of an in-process engine, for any kind of speculation."""
     spans = Spans()
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
@@ -108,7 +108,7 @@ def hook_engine(llm: Any) -> Spans:
 
 
 def _hook_trees(spans: Spans, runner: Any) -> None:
-    """Times what only our own runner has."""
+    """Times the parts that only our own runner has."""
     from vllm_medusa.worker import cpu_attention
     from vllm_medusa.worker import trees as module
 

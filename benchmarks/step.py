@@ -3,14 +3,14 @@
     python -m benchmarks kernels step
 
 Weights are random, the verdict is planted (see `benchmarks.gpu.decoder`), so that every step
-accepts five drafts and moves their keys and values. The drafts' heads are timed in both kinds: an
-LM head each, as Medusa publishes them, and the target's own for all.
+accepts five drafts and moves their keys and values. Two kinds of heads are timed: with separate
+LM heads, as published for Medusa, and with the target's LM head for all.
 
-    step      all of it, as one graph
+    step      everything, as one graph
     score     forward pass, logits, argmax       attention  of it, all layers
     verify    walk and compaction                propose    heads, top-k, the next tree
 
-Needs torch and Triton only.
+Needs only torch and Triton.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ MODELS = {shape.name: shape for shape in (LLAMA_2_7B, LLAMA_3_8B, TINY_SHAPE)}
 
 
 class StepOptions(Options):
-    """Which steps."""
+    """Steps to measure."""
 
     models: tuple[str, ...] = option(default=(LLAMA_2_7B.name, LLAMA_3_8B.name))
     batches: tuple[Positive, ...] = option(default=(1, 4, 8))
     contexts: tuple[Positive, ...] = option(default=(1024, 4096))
     nodes: tuple[Positive, ...] = option(
-        "of trees; a plain step goes before them", default=(16, 32, 64)
+        "numbers of nodes; a plain step is measured first", default=(16, 32, 64)
     )
 
     def check(self) -> None:
-        """Know the models."""
+        """Refuse unknown models."""
         if unknown := set(self.models) - MODELS.keys():
             raise ValueError(f"models has {unknown}; use some of {', '.join(MODELS)}")
 
@@ -69,7 +69,7 @@ def run(options: StepOptions, progress: Progress) -> Iterator[Row]:
 
 
 def make_heads(target: Target, own: bool) -> HeadLogits:
-    """Five heads of one residual layer, with LM heads of their own or the target's."""
+    """Five heads of one residual layer, with their own LM heads or the target's."""
     from vllm_medusa.heads.model import MedusaHeads
 
     shape = target.shape
@@ -97,9 +97,9 @@ def measure(
     own: HeadLogits,
     shared: HeadLogits,
     clock: Clock,
-    plain: dict[str, float],  # the plain step's, filled by its measurement
+    plain: dict[str, float],  # of the plain step, filled by its measurement
 ) -> Row:
-    """The parts and the whole, for one number of nodes; every step must accept what is planted."""
+    """The parts and the whole, for one number of nodes; every step must accept planted drafts."""
     batch, context, nodes = what["batch"], what["context"], what["nodes"]
     tree = step_tree(nodes) if nodes > 1 else None
     decoder = Decoder(target, [context] * batch, context + nodes, tree, own, planted=True)
@@ -136,7 +136,7 @@ CASE = Case(
     {
         **titled("model batch context nodes"),
         "step_us": ("step us", ".0f"),
-        "ratio": ("to a plain step", ".3f"),
+        "ratio": ("relative to a plain step", ".3f"),
         "ratio_shared": ("with the target's LM head", ".3f"),
         **titled("score_us attention_us verify_us propose_us", ".0f"),
         "propose_shared_us": ("propose us, target's LM head", ".0f"),

@@ -1,11 +1,11 @@
-"""What typical acceptance gives and costs: tokens per step against what the text is like.
+"""Benefit and cost of typical acceptance: tokens per step against text quality.
 
     python -m benchmarks typical --temperatures 0.3 0.6 0.9 1.2
 
-Plain vLLM, lossless and typical acceptance answer the same prompts with the same seeds. Of the
+Plain vLLM, lossless and typical acceptance answer the same prompts with the same seeds. For the
 answers: the mean log-probability of a token under the target at temperature 1; the share of 4-grams
-that stood in the same answer before; the share of 2-grams of an answer that are distinct. Lossless
-answers have to be plain vLLM's, and so have typical ones at temperature 0.
+that occurred before in the same answer; the share of distinct 2-grams of an answer. Lossless
+answers must equal plain vLLM's, and so must typical ones at temperature 0.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from vllm_medusa.offline.batch import Result
 from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.options import Above, AtLeastZero, FromZero, Positive, option
 
-DELTA = 0.3  # the paper's, beside the square root of epsilon
+DELTA = 0.3  # the paper's, in addition to the square root of epsilon
 
 
 class TypicalOptions(EngineOptions):
-    """What is measured."""
+    """Settings to measure."""
 
-    nodes: Positive = option("draft nodes of a request", default=7)
+    nodes: Positive = option("draft nodes per request", default=7)
     epsilons: tuple[Above, ...] = option(default=(0.01, 0.04, 0.09, 0.25))
     temperatures: tuple[AtLeastZero, ...] = option(default=(0.0, 0.3, 0.7, 1.0))
-    batch: tuple[Positive, ...] = option("requests at a time", default=(8,))
+    batch: tuple[Positive, ...] = option("concurrent requests", default=(8,))
     rounds: FromZero = option(default=0)
 
 
@@ -57,7 +57,7 @@ def run(options: TypicalOptions, progress: Progress) -> Iterator[Row]:
 
 
 class Judge:
-    """What texts are like, by the target itself in transformers."""
+    """Text quality, as rated by the target itself in transformers."""
 
     def __init__(self, target: str) -> None:
         import torch

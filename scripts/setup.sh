@@ -28,7 +28,7 @@ die() {
     exit 1
 }
 
-# The environment holds absolute paths (scripts, the editable install): a moved checkout is rebuilt.
+# The environment contains absolute paths (scripts, editable install), so a moved clone is rebuilt.
 fingerprint() {
     { pwd -P; printf '%s\n' "$VENV" "$PACKAGE" "${PYTHON:-}"; cat pyproject.toml scripts/setup.sh; } |
         sha256sum | cut -d' ' -f1
@@ -39,8 +39,8 @@ new_enough() { "$1" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))
 find_python() {
     local candidate
     if [[ -n "${PYTHON:-}" ]]; then
-        command -v "$PYTHON" >/dev/null || die "PYTHON=$PYTHON is not a command."
-        new_enough "$PYTHON" || die "PYTHON=$PYTHON is $("$PYTHON" -V 2>&1); 3.11 or newer is needed."
+        command -v "$PYTHON" >/dev/null || die "PYTHON=$PYTHON was not found."
+        new_enough "$PYTHON" || die "PYTHON=$PYTHON is $("$PYTHON" -V 2>&1); 3.11 or newer is required."
         printf '%s' "$PYTHON"
         return
     fi
@@ -51,23 +51,23 @@ find_python() {
         fi
     done
     die "no Python 3.11 or newer found (python3 is $(python3 -V 2>&1 || echo missing))." \
-        "Install one, for instance: sudo apt install python3.11 python3.11-venv" \
-        "or name yours: PYTHON=/path/to/python3.12 make setup"
+        "Install one, for example: sudo apt install python3.11 python3.11-venv" \
+        "or choose one: PYTHON=/path/to/python3.12 make setup"
 }
 
 pip_() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
-# Run a pip command into the log; on failure show the end of it.
+# Run a command with its output in the log; if it fails, print the end of the log.
 logged() {
     local what="$1"
     shift
     if ! "$@" >>"$LOG" 2>&1; then
         tail -n 15 "$LOG" >&2
-        die "$what failed; the whole output is in $LOG."
+        die "$what failed; the full output is in $LOG."
     fi
 }
 
-# Exit status 0 when pip, with these extra options, can see a CPU torch. Downloads at most metadata.
+# Exit status 0 if pip, with these extra options, finds a CPU torch. Downloads at most metadata.
 offers_cpu_torch() {
     pip_ install --dry-run --no-deps --ignore-installed --only-binary :all: \
         --timeout 15 --retries 1 "$@" "$TORCH" >>"$LOG" 2>&1
@@ -75,7 +75,7 @@ offers_cpu_torch() {
 
 install_torch() {
     if offers_cpu_torch; then
-        say "installing $TORCH (found where pip looks by itself)"
+        say "installing $TORCH from pip's configured sources"
         logged "installing $TORCH" pip_ install --no-deps --only-binary :all: "$TORCH"
     elif offers_cpu_torch --index-url "$TORCH_CPU_INDEX"; then
         say "installing $TORCH from $TORCH_CPU_INDEX (about 200 MB)"
@@ -83,13 +83,13 @@ install_torch() {
             pip_ install --no-deps --only-binary :all: --index-url "$TORCH_CPU_INDEX" "$TORCH"
     else
         die "no CPU build of torch 2.13.0 for $("$VENV/bin/python" -V) on $(uname -m) found:" \
-            "neither where pip looks by itself nor at $TORCH_CPU_INDEX (details: $LOG)." \
-            "Either allow access to that index, or name a mirror of it:" \
+            "neither in pip's configured sources nor at $TORCH_CPU_INDEX (details: $LOG)." \
+            "Allow access to that index, or use a mirror:" \
             "    TORCH_CPU_INDEX=https://mirror.example/whl/cpu make setup" \
-            "or fetch the wheel on another machine and point pip at its folder:" \
+            "or download the wheel on another machine and point pip at its folder:" \
             "    pip download --no-deps $TORCH --index-url https://download.pytorch.org/whl/cpu -d wheels" \
             "    PIP_FIND_LINKS=\$PWD/wheels make setup" \
-            "The CUDA build is not tried: it would bring gigabytes and does not work with $VLLM."
+            "The CUDA build is not tried: it downloads gigabytes and does not work with $VLLM."
     fi
 }
 
@@ -119,8 +119,8 @@ main() {
     python="$(find_python)"
     if [[ ! -x "$VENV/bin/python" ]] || ! new_enough "$VENV/bin/python" ||
         ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
-        say "making $VENV with $("$python" -V)"
-        "$python" -m venv --clear "$VENV" || die "$python cannot make a virtual environment." \
+        say "creating $VENV with $("$python" -V)"
+        "$python" -m venv --clear "$VENV" || die "$python cannot create a virtual environment." \
             "On Debian and Ubuntu: sudo apt install $("$python" -c \
                 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
     fi
@@ -131,8 +131,8 @@ main() {
     local what=(-e '.[cpu,dev]')
     [[ -z "$PACKAGE" ]] || what=("$PACKAGE")
     logged "installing $VLLM" pip_ install --prefer-binary --no-compile "$TORCH" "${what[@]}"
-    # From the package index these are CUDA builds; transformers imports torchvision when it is
-    # there and stops at "operator torchvision::nms does not exist". No text model needs them.
+    # The default index has CUDA builds of these; transformers imports torchvision if it is
+    # installed and fails with "operator torchvision::nms does not exist". Text models need none.
     logged "removing torchvision" pip_ uninstall --yes torchvision torchaudio torchcodec
     verify
     printf '%s\n' "$stamp" >"$STAMP"

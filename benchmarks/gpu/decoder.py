@@ -1,12 +1,12 @@
 """Greedy decoding in fixed memory: a step is one function without arguments, so one graph.
 
-A tree step drafts nothing itself. It verifies the tree that the step before left in ``tokens``:
+A tree step drafts after verifying: it verifies the tree that the previous step left in ``tokens``:
 
     score     all nodes of all requests in one forward pass, keys and values in slot base + i
-    verify    the walk, then the accepted path's keys and values move to where they belong
+    verify    the walk, then compaction of the accepted path's keys and values
     propose   the next tree from the hidden state of the last accepted node
 
-A plain step is the same with a lone root, without heads. Nothing in a step waits for the device.
+A plain step is the same with only a root, without heads. Nothing in a step waits for the device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def step_batch(
     num_splits: int = 1,
     workspace: SplitWorkspace | None = None,
 ) -> PagedBatch:
-    """All requests bring a tree, but the last one, where ``chunk`` says so, rows of a prompt."""
+    """All requests have a tree, except the last one if ``chunk`` is set: rows of a prompt."""
     count, nodes, device = len(seq_lens), tree.num_nodes, seq_lens.device
     starts = torch.arange(count + 1, dtype=torch.int32, device=device) * nodes
     is_tree = torch.full((count,), nodes > 1, device=device)
@@ -63,7 +63,7 @@ def step_batch(
 
 
 def choose_parts(query: Tensor, key_cache: Tensor, batch: int, nodes: int, length: int) -> int:
-    """How many parts the keys of a step are split into.
+    """Number of key parts of a step.
 
     ``query`` is [T, Hq, D], ``key_cache`` [num_blocks, block_size, Hkv, D].
     """
@@ -76,15 +76,15 @@ def choose_parts(query: Tensor, key_cache: Tensor, batch: int, nodes: int, lengt
 class Decoder:
     """The state of B requests and one step of all of them.
 
-    With ``planted`` tokens and targets every step sees the same batch and accepts the same path, so
-    that a step can be repeated for timing: lengths stay, and proposals go nowhere.
+    With ``planted`` tokens and targets, every step gets the same batch and accepts the same path,
+    so it can be repeated for timing: lengths don't change, and proposals are discarded.
     """
 
     def __init__(
         self,
         target: Target,
         contexts: list[int],  # tokens of each request in the cache
-        capacity: int,  # tokens that a request may come to have, this step's nodes included
+        capacity: int,  # max tokens per request, this step's nodes included
         tree: TokenTree | None = None,
         head_logits: HeadLogits | None = None,
         *,
@@ -133,9 +133,9 @@ class Decoder:
         return step_batch(self.tree, lens, table, num_splits=splits, workspace=space)
 
     def prefill(self, request: int, prompt: list[int]) -> Tensor:
-        """Score a prompt but its last token, which becomes the root; returns hidden states [T, H].
+        """Score a prompt except its last token, the new root; returns hidden states [T, H].
 
-        A prompt has at least two tokens and goes in one chunk: for prompts of a few hundred.
+        A prompt has at least two tokens and is processed in one chunk: for a few hundred tokens.
         """
         device = self.target.device
         rows = torch.arange(len(prompt) - 1, device=device)
@@ -216,12 +216,12 @@ class Decoder:
         propose(self.head_logits(hidden), self.tree, out=out)
 
     def attention(self, qkv: Tensor) -> None:
-        """Every layer's attention and nothing else; for timing."""
+        """Only every layer's attention, for timing."""
         for cache in self.caches:
             self.target.attend(qkv, cache, self.batch)
 
     def emitted(self) -> list[list[int]]:
-        """The tokens that the last step decided, of each request; waits for the device."""
+        """The tokens emitted in the last step, per request; waits for the device."""
         if not self.is_tree:
             return [[int(token)] for token in self.chosen[:, 0].tolist()]
         table = self.verdict.output_token_ids.tolist()
@@ -229,7 +229,7 @@ class Decoder:
 
 
 def plant(tree: TreeTensors, count: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, int64 [B, N], with which the walk goes down the path that moves most."""
+    """Tokens and targets, int64 [B, N], for which the walk takes the path with the most moves."""
     parents = tree.parents.tolist()
     depths = tree.depths.tolist()
     deepest = [node for node in range(tree.num_nodes) if depths[node] == max(depths)]

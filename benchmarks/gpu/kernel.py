@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""What a serving engine fuses between matrix products: without it the plain step would be slow.
+"""Operations that a serving engine fuses between matrix products, so that plain steps are not slow.
 
-A step of 64 nodes is judged by its ratio to a plain step, so a plain step of many small launches
-would flatter it. These three leave a layer with ten launches, about as many as vLLM has.
+A step of 64 nodes is compared with a plain step, so a plain step of many small launches
+would make it look too good. With these three, a layer has ten launches, about as many as in vLLM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rotate_and_store(
     value_cache: Tensor,
     num_heads: int,
 ) -> None:
-    """RoPE (the halves of a head are the parts of a rotation), then keys and values to slots."""
+    """RoPE (the halves of a head form the rotation pairs), then keys and values are stored."""
     _, block_size, kv_heads, dim = key_cache.shape
     assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
     _rotate_and_store[(qkv.shape[0], num_heads + 2 * kv_heads)](

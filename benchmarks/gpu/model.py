@@ -1,6 +1,6 @@
-"""A Llama-shaped target with random weights over a paged cache: ten launches a layer.
+"""A Llama-shaped target with random weights over a paged cache: ten launches per layer.
 
-Linear layers go to cuBLAS, attention to the package's kernel, what lies between to `kernel`.
+Linear layers use cuBLAS, attention the package's kernel, operations in between `kernel`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Weights that one decode step reads: all but the embedding."""
+        """Weights that one decode step reads: all except the embedding."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_size
         layer = self.hidden * (qkv + self.heads * self.head_size + 3 * self.intermediate)
         return self.layers * layer + self.vocab * self.hidden
@@ -56,7 +56,7 @@ class Layer:
 
 
 class Target:
-    """Weights, and the forward pass of rows that stand anywhere in their requests."""
+    """Weights, and the forward pass of rows at any positions of their requests."""
 
     def __init__(
         self, shape: ModelShape, dtype: torch.dtype, device: str, positions: int, seed: int = 0
@@ -102,7 +102,7 @@ class Target:
         return torch.cat((angles.cos(), angles.sin()), 1).float().to(self.device)
 
     def new_caches(self, num_blocks: int, block_size: int = 16) -> list[Tensor]:
-        """Random caches, as vLLM lays them out: [num_blocks, Hkv, block_size, 2 D] a layer."""
+        """Random caches in vLLM's layout: [num_blocks, Hkv, block_size, 2 D] per layer."""
         shape = (num_blocks, self.shape.kv_heads, block_size, 2 * self.shape.head_size)
         return [
             torch.empty(shape, dtype=self.dtype, device=self.device).normal_() for _ in self.layers

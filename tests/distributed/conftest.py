@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-# Ranks share the cores of one NUMA node here; vLLM binds each to a node of its own otherwise.
+# Ranks share the cores of one NUMA node here; otherwise vLLM binds each to a separate node.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
@@ -16,7 +16,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 def _one_import_for_all_ranks() -> Iterator[None]:
     """Ranks started by this process are forked from one that has imported vLLM.
 
-    vLLM spawns them on CPUs, and each imports for eleven seconds; in `test_executors` they do.
+    On CPUs, vLLM spawns them, and each import takes eleven seconds; `test_executors` covers that.
     """
     from vllm.v1.executor import multiproc_executor
 
@@ -36,13 +36,13 @@ def plain(chaotic_llama: str) -> Any:
 
 @pytest.fixture(scope="session")
 def own_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Four random heads with LM heads of their own."""
+    """Four random heads with their own LM heads."""
     return _save(tmp_path_factory.mktemp("own_heads"))
 
 
 @pytest.fixture(scope="session")
 def mapped_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Four random heads that score 300 tokens, here and there, with the target's LM head."""
+    """Four random heads that score 300 scattered tokens with the target's LM head."""
     import torch
     from support.models import VOCAB
 

@@ -1,6 +1,6 @@
 """Two replicas behind vLLM's balancer (``--data-parallel-size 2``) match one engine's output.
 
-vLLM refuses its offline data parallelism for dense models, so this is how replicas are had.
+vLLM refuses offline data parallelism for dense models, so the server is used.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def test_two_replicas(plain: Plain, chaotic_llama: str, random_heads: str, tmp_p
         ],
     }
     with engine_process(job, tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="1") as process:
-        told = answers(process, tmp_path, 1200)
+        reply = answers(process, tmp_path, 1200)
         process.wait(240)
     assert process.returncode == 0
     greedy, seeded = (
         [Completion(tuple(t), f, s) for t, f, s in result["completions"]]
-        for result in told["batches"]
+        for result in reply["batches"]
     )
     assert differing(plain.greedy.completions[:COUNT], greedy) == []
     assert plain.unlike_seeded(seeded) == []
-    assert set(told["drafts"]) == {"0", "1"} and min(told["drafts"].values()) > 50
+    assert set(reply["drafts"]) == {"0", "1"} and min(reply["drafts"].values()) > 50

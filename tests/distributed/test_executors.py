@@ -1,8 +1,8 @@
-"""Both executors as users run them: an engine process of its own, two ranks, 63 draft nodes.
+"""Both executors as users run them: a separate engine process, two ranks, 63 draft nodes.
 
-`mp` has heads with LM heads of their own, of which each rank keeps half; Ray has heads that score
-some tokens with the target's LM head, whose logits are gathered. At the end of each a rank is
-killed in the middle of its work.
+`mp` has heads with their own LM heads, of which each rank keeps half; Ray has heads that score
+some tokens with the target's LM head, whose logits are gathered. At the end of each, a rank is
+killed during a batch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 TREE: Any = sized("mc_sim_7b_63", {"dense": [2, 2]})
 NODES = sized(64, 7)
-START_S = 1200.0  # only what hangs takes as long
-DOWN_S = 240.0  # vLLM gives workers 5 s to end by themselves, 4 s after SIGTERM, then kills them
+START_S = 1200.0  # only a hang takes this long
+DOWN_S = 240.0  # vLLM gives workers 5 s to exit, another 4 s after SIGTERM, then kills them
 COUNT = sized(24, 4)
 
 
@@ -46,9 +46,9 @@ class Started:
     process: subprocess.Popen[bytes]
     folder: Path
     workers: list[int]
-    shards: list[list[int] | None]  # of the vocabulary; None: a rank ranks all of it
+    shards: list[list[int] | None]  # of the vocabulary; None: a rank scores all of it
     runs: dict[str, Run]
-    alone: dict[str, Run]  # the same on one rank, in this process
+    alone: dict[str, Run]  # the same with one rank, in this process
 
 
 @pytest.fixture(scope="module", params=sized(["mp", "ray"], ["ray"]))
@@ -98,16 +98,16 @@ def started(
     if executor == "ray":
         job["ray"] = 2  # devices: see support.ray_on_cpu
     with engine_process(job, folder) as process:
-        told = answers(process, folder, START_S)
+        reply = answers(process, folder, START_S)
         runs = [
             Run(
                 [Completion(tuple(t), f, s) for t, f, s in result["completions"]],
                 [decisions(rows) for rows in result["ranks"]],
             )
-            for result in told["batches"]
+            for result in reply["batches"]
         ]
         kinds = dict(zip(("greedy", "seeded"), runs, strict=True))
-        yield Started(executor, process, folder, told["process_id"], told["shard"], kinds, alone)
+        yield Started(executor, process, folder, reply["process_id"], reply["shard"], kinds, alone)
 
 
 def test_greedy_tokens(started: Started, plain: Plain) -> None:
@@ -136,9 +136,9 @@ def test_one_rank_decides_the_same(started: Started, plain: Plain, kind: str) ->
 
 
 def test_a_killed_rank_ends_the_engine(started: Started) -> None:
-    """In the middle of a batch: an error that names the reason, soon, and nothing left behind."""
+    """During a batch: an error with the reason, promptly, and no processes left."""
     process, folder = started.process, started.folder
-    time.sleep(2)  # well into the last batch, which takes minutes
+    time.sleep(2)  # during the last batch, which takes minutes
     assert process.poll() is None
     family = of_session(process.pid)
     assert set(started.workers) < {member.pid for member in family}

@@ -1,8 +1,8 @@
-"""Two tensor-parallel ranks, `mp` executor: plain vLLM's tokens, and never two opinions.
+"""Two tensor-parallel ranks, `mp` executor: plain vLLM's tokens, and identical decisions.
 
-Nothing is broadcast between the ranks once a step is scheduled: each verifies, compacts its share
-of the KV cache and drafts by itself. So every decision of every rank is compared, and three
-controls let one rank differ to show that the comparison would tell.
+After a step is scheduled nothing is broadcast between ranks: each verifies, compacts its part
+of the KV cache and drafts on its own. So all decisions of all ranks are compared, and three
+negative controls let one rank differ to show that the comparison detects it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 from support.assets import HEADS, TARGET, code_prompts
 from support.budgets import fickle, policy_of
-from support.eagle_case import TOKENS as LEARNT_TOKENS
-from support.eagle_case import Case, asked
+from support.eagle_case import TOKENS as LEARNED_TOKENS
+from support.eagle_case import Case, eagle_config
 from support.engines import complete, engine, greedy, medusa
 from support.hydra_case import TOKENS as HYDRA_TOKENS
 from support.hydra_case import TREES, Fitted
@@ -38,7 +38,7 @@ DEPTH = sized(3, 2)
 TREE = {"dense": [2] * DEPTH}
 NODES = 2 ** (DEPTH + 1) - 1
 KINDS = sized(["greedy", "seeded", "unseeded", "unplanted"], ["greedy", "seeded"])
-FEW = [7, 70, 170, 270, 370, 470]  # all that unseeded requests may say, so that drafts are met
+FEW = [7, 70, 170, 270, 370, 470]  # allowed tokens of unseeded requests, so that drafts match
 
 
 def run_unseeded(llm: LLM, plain: Plain, count: int | None = None) -> Run:
@@ -67,7 +67,7 @@ def two_ranks(llm: LLM, plain: Plain) -> dict[str, Run]:
     return runs
 
 
-def test_the_reference_proves_something(plain: Plain) -> None:
+def test_the_reference_is_meaningful(plain: Plain) -> None:
     assert len(plain.greedy.prompts) >= 85
     assert_chaotic(plain.greedy.outputs)
     assert sum(not outcome.steady for outcome in plain.seeded) <= 10
@@ -91,7 +91,7 @@ def test_seeded_tokens(two_ranks: dict[str, Run], plain: Plain) -> None:
 def test_one_rank_decides_the_same(
     one_rank: dict[str, Run], two_ranks: dict[str, Run], plain: Plain, kind: str
 ) -> None:
-    """Accepted paths and the shape of every step, not the tokens only; drafts but for near-ties."""
+    """Accepted paths and the shape of every step, not only tokens; drafts except near-ties."""
     assert_same_decisions(one_rank[kind], two_ranks[kind], plain.unsteady)
 
 
@@ -103,7 +103,7 @@ def test_the_ranks_agree(two_ranks: dict[str, Run], kind: str) -> None:
     assert result.differing() == 0
 
 
-def test_the_comparison_is_a_large_one(two_ranks: dict[str, Run]) -> None:
+def test_the_comparison_covers_many_verdicts(two_ranks: dict[str, Run]) -> None:
     trees = {kind: result.trees for kind, result in two_ranks.items()}
     print({kind: len(made) for kind, made in trees.items()})
     assert min(len(trees["greedy"]), len(trees["seeded"])) > sized(1000, 15)
@@ -118,7 +118,7 @@ def test_the_comparison_is_a_large_one(two_ranks: dict[str, Run]) -> None:
     ("kind", "disturbance"),
     [("greedy", "logits"), ("seeded", "draws"), ("unseeded", "shared_draws")][: len(KINDS)],
 )
-def test_a_rank_that_differs_is_noticed(
+def test_a_differing_rank_is_detected(
     llm: LLM, two_ranks: object, plain: Plain, kind: str, disturbance: str
 ) -> None:
     runs = {"greedy": run_greedy, "seeded": run_seeded, "unseeded": run_unseeded}
@@ -137,7 +137,7 @@ def test_repaired_ranks_agree_again(llm: LLM, two_ranks: dict[str, Run], plain: 
 
 
 def test_dynamic_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One scheduler decides for both ranks, which timed their steps together at the start."""
+    """One scheduler decides for both ranks, which timed their steps together at start-up."""
     prompts = code_prompts(0, sized(12, 4))
     with engine(TARGET) as alone:
         expected = complete(alone, prompts, greedy(TOKENS))
@@ -155,15 +155,15 @@ def test_dynamic_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_eagle_drafter(eagle_case: Case) -> None:
-    """Its guesses come from gathered logits, as the target's verdicts do."""
+    """Its drafts come from gathered logits, like the target's verdicts."""
     case, count = eagle_case, sized(12, 4)
-    tree = asked(case, {"width": 3, "depth": 3}, budget=9)
+    tree = eagle_config(case, {"width": 3, "depth": 3}, budget=9)
     with engine(case.target, tree, worker_cls=WORKER, tensor_parallel_size=2) as llm:
-        got = run(llm, case.prompts[:count], greedy(LEARNT_TOKENS))
+        got = run(llm, case.prompts[:count], greedy(LEARNED_TOKENS))
     assert [list(each.token_ids) for each in got.completions] == case.outputs[:count]
     assert got.differing() == 0 and len(got.ranks) == 2
     accepted = [len(made.nodes) - 1 for made in got.trees]
-    assert sum(accepted) > len(accepted) > 5 * count  # as it has learnt them by heart
+    assert sum(accepted) > len(accepted) > 5 * count  # it has memorized them
 
 
 def test_hydra_heads(hydra_case: Fitted) -> None:

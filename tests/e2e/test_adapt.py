@@ -1,4 +1,4 @@
-"""The whole pipeline as a user starts it, killed once on its way."""
+"""The whole pipeline as started by a user, killed once during a stage."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def kill_in_stage(process: subprocess.Popen[str], name: str) -> None:
-    """Kill the command itself, by SIGKILL, once the stage has begun; its children have to go."""
+    """SIGKILL the command itself once the stage has started; its children must end."""
     assert process.stderr is not None
     for line in process.stderr:
         if f" {name}: vllm-medusa" in line:
@@ -103,7 +103,7 @@ def test_from_prompts_to_measured_heads(tmp_path: Path) -> None:
     assert pictures <= {path.name for path in heads.iterdir()}
     assert (heads / "tree.png").read_bytes().startswith(b"\x89PNG")
 
-    # the files that were split have no prompt in common with each other
+    # the split files have no prompt in common
     work = tmp_path / "heads.work"
     (split,) = work.glob("split-*")
     keys = [

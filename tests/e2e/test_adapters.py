@@ -1,4 +1,4 @@
-"""LoRA adapters beside one another in a batch: plain vLLM's tokens, and drafts all the same."""
+"""Several LoRA adapters in a batch: plain vLLM's tokens, with drafts accepted."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ pytestmark = pytest.mark.engine
 TREE = [[0], [1], [0, 0], [1, 0], [1, 0, 0]]
 TOKENS = sized(28, 8)
 SHARED = random_prompts(sized(4, 1), VOCAB, shortest=40, longest=80, seed=41)
-# One slot more than adapters: on CPUs vLLM adds the last slot's to requests that have none.
+# One more slot than adapters: on CPUs vLLM adds the last slot's to requests without one.
 ENGINE: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK,
     "enable_prefix_caching": True, "block_size": 32}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
-    """None, one of the layers, and one of the LM head as well."""
+    """None, an adapter of the layers, and one that also adapts the LM head."""
     folder = tmp_path_factory.mktemp("adapters")
     paths = [save_adapter(folder / str(i), seed=i, lm_head=i == 2) for i in (1, 2)]
     return [None, *(LoRARequest(f"adapter {i}", i, path) for i, path in enumerate(paths, 1))]
 
 
 def requests(adapters: list[Any]) -> tuple[list[list[int]], list[SamplingParams], list[Any]]:
-    """Every prompt with every adapter, greedy and sampled; neighbours have other adapters."""
+    """Every prompt with every adapter, greedy and sampled; neighbors have different adapters."""
     cases = [(prompt, heat, adapter) for prompt in SHARED for heat in (0.0, 0.9)
              for adapter in adapters]  # fmt: skip
     params = seeded(len(cases), 7000, max_tokens=TOKENS, logprobs=2)
@@ -72,7 +72,7 @@ def test_adapters_in_one_batch(llm: LLM, plain: list[Outcome], adapters: list[An
 def test_cached_prefixes_belong_to_an_adapter(
     llm: LLM, plain: list[Outcome], adapters: list[Any]
 ) -> None:
-    """Same prompts again: each reads what its own adapter has written."""
+    """Same prompts again: each reads what was written with its own adapter."""
     before = metric(llm, "prefix_cache_hits")
     with planted_by_seed(by_seed(plain), VOCAB):
         got = outcomes(llm, *requests(adapters))
@@ -81,7 +81,7 @@ def test_cached_prefixes_belong_to_an_adapter(
 
 
 def test_heads_draft_with_the_target_s_own_lm_head(llm: LLM) -> None:
-    """Rows of heads are no rows of the step, whose adapters the wrapped LM head would add."""
+    """Rows of heads are not rows of the step, whose adapters the wrapped LM head would add."""
     core: Any = llm.llm_engine.engine_core
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
     drafter, target = (runner.speculator if ON_V2 else runner).drafter, runner.model

@@ -1,7 +1,7 @@
-"""Equality with plain vLLM for the kinds of attention and positions that models have.
+"""Equality with plain vLLM for different kinds of attention and positions.
 
 Each model is tiny, random and chaotic; drafts are planted, so every step accepts and moves KV, and
-without the moves the outputs differ. Head sizes are those vLLM's CPU attention has (32 and up).
+without the moves the outputs would differ. Head sizes are those of vLLM's CPU attention (>= 32).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 pytestmark = pytest.mark.engine
 
 TOKENS = sized(36, 24)
-TREE = {"dense": [3, 2, 2, 1]}  # 33 draft nodes, four deep
+TREE = {"dense": [3, 2, 2, 1]}  # 33 draft nodes, depth 4
 WINDOW = 24  # shorter than most prompts
 TINY_WINDOW = 5  # a leaf sees itself, its four ancestors and no context
 
 
 @dataclass(frozen=True)
 class Model:
-    """A transformers architecture, and what is special about it."""
+    """A transformers architecture, and its special features."""
 
     architecture: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Model:
 
 
 def amplify(gemma: Any) -> None:
-    """Let the layers outweigh the embedding, which Gemma scales up: else it repeats its input."""
+    """Let the layers outweigh the embedding, which Gemma scales up; else it repeats its input."""
     for layer in gemma.model.layers:
         layer.post_attention_layernorm.weight.fill_(9.0)
         layer.post_feedforward_layernorm.weight.fill_(9.0)
@@ -52,13 +52,13 @@ MODELS = {
     "qwen3": Model("Qwen3"),  # norms on queries and keys
     "mistral_window": Model("Mistral", {"sliding_window": WINDOW}),
     "mistral_tiny_window": Model("Mistral", {"sliding_window": TINY_WINDOW}),
-    "gemma2": Model(  # soft caps on attention and logits; every other layer slides
+    "gemma2": Model(  # soft caps on attention and logits; every other layer has a sliding window
         "Gemma2",
         {"sliding_window": WINDOW, "query_pre_attn_scalar": 32, "num_hidden_layers": 4,
          "attn_logit_softcapping": 20.0, "tie_word_embeddings": True, "tune": amplify},
         kv_groups=2,
     ),
-    "gemma3": Model(  # two RoPEs; one global layer after two that slide
+    "gemma3": Model(  # two RoPEs; one global layer after two sliding-window layers
         "Gemma3",
         {"config_name": "Gemma3TextConfig", "sliding_window": TINY_WINDOW, "num_hidden_layers": 3,
          "query_pre_attn_scalar": 2, "tie_word_embeddings": True, "tune": amplify,
@@ -77,7 +77,7 @@ MODELS = {
          "num_key_value_heads": None, "tie_word_embeddings": True},
         hidden=128,
     ),
-    "falcon": Model(  # one key head, attention and MLP side by side
+    "falcon": Model(  # one key head, attention and MLP in parallel
         "Falcon",
         {"hidden_size": 128, "num_key_value_heads": None, "multi_query": True, "alibi": False,
          "head_dim": None, "new_decoder_architecture": False, "parallel_attn": True},
@@ -107,7 +107,7 @@ def assert_equal(
     with on_v1(), engine(path, **options) as llm:
         reference = plain_greedy(llm, prompts, TOKENS)
     assert len(reference.prompts) >= sized(9, 2)
-    assert_chaotic(reference.outputs, distinct=0.3)  # Gemma has favourites, and still no loops
+    assert_chaotic(reference.outputs, distinct=0.3)  # Gemma prefers some tokens, but does not loop
     with (
         engine(path, medusa(heads, TREE), **options) as llm,
         planted(reference.prompts, reference.outputs, VOCAB) as moves,
@@ -127,9 +127,9 @@ def assert_equal(
 def test_multi_dimensional_rope(
     tmp_path: Path, random_heads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Llama with M-RoPE, as if tokens 1 to 4 of every prompt were an image of two by two.
+    """A Llama with M-RoPE, as if tokens 1 to 4 of every prompt were a 2 x 2 image.
 
-    vLLM's own models of the kind need torchvision, of which there is no CPU build here.
+    vLLM's own M-RoPE models need torchvision, which has no CPU build here.
     """
 
     def positions(self: Any, tokens: list[int], features: Any) -> tuple[torch.Tensor, int]:

@@ -1,7 +1,7 @@
-"""In bf16 the rounding of a tree's matrix products is not that of one row's, so tokens may differ.
+"""In bf16, products of trees and of single rows are rounded differently, so tokens may differ.
 
-They may differ where the target itself can hardly tell: at the first token that differs, ours must
-be one that plain vLLM gives almost the logit of its best. What follows is another text.
+They may differ only where the target has a near-tie: the first differing token must
+have almost the logit of plain vLLM's best token. The later text is different.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vllm import LLM
 
 pytestmark = pytest.mark.engine
 
-# bf16 has 8 significant bits: logits of 8 to 16 are multiples of 1/16. Two such roundings, one on
-# either side, may be between the best two.
+# bf16 has 8 significant bits: logits of 8 to 16 are multiples of 1/16. Two such roundings, one in
+# each direction, may separate the best two.
 NEAR_TIE = 2 * 2**-4
 TOKENS = 40
 Prompts = Sequence[list[int]]
@@ -31,14 +31,14 @@ Prompts = Sequence[list[int]]
 
 @dataclass(frozen=True)
 class Plain:
-    """What plain vLLM said, and how well it knew."""
+    """Plain vLLM's tokens and logprobs."""
 
     prompts: Prompts
     outputs: list[tuple[int, ...]]
-    logprobs: list[list[dict[int, Any]]]  # of the best few tokens, request by request
+    logprobs: list[list[dict[int, Any]]]  # of the best few tokens, per request
 
     def gaps(self, got: Sequence[Sequence[int]]) -> list[float]:
-        """How much less likely (natural log) ours was at each first difference; inf: by far."""
+        """How much less likely (in nats) our token was at each first difference; inf: unlisted."""
         found = []
         for ours, output, logprobs in zip(got, self.outputs, self.logprobs, strict=True):
             assert len(ours) == len(output)
@@ -77,7 +77,7 @@ def test_chaotic_model(
         wrong = run_trees(llm, plain, VOCAB)
     assert all(gap <= NEAR_TIE for gap in gaps), sorted(gaps)
     assert len(gaps) < 0.2 * len(prompts)
-    # The control: without compaction nearly every request differs, and by far.
+    # Negative control: without compaction nearly every request differs by a large gap.
     assert sum(gap > NEAR_TIE for gap in wrong) > 0.7 * len(prompts)
 
 

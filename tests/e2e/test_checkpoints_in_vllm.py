@@ -1,7 +1,7 @@
 """Every format of heads in real vLLM: plain vLLM's tokens, and the acceptance of trained heads.
 
-The test model's heads are written again in each spelling. What says the same must accept the same
-drafts in every single step; a tensor in a wrong place would not.
+The test model's heads are written in each format. Equal heads must accept the same
+drafts in every step; a tensor in the wrong place would not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Steps = list[list[int]]  # accepted drafts, per prompt and step
 
 
 def blocks() -> Tensors:
-    """The residual layers of the test model's heads, in vLLM's names; no LM head is with them."""
+    """The residual layers of the test model's heads, in vLLM's names, without LM heads."""
     return load_file(HEADS / "model.safetensors")
 
 
@@ -68,11 +68,11 @@ def write(folder: Path, file: str, tensors: Tensors, config: dict[str, Any] | No
 
 def v1_pt(folder: Path) -> str:
     wrong = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "x/y"}
-    return write(folder, "medusa_lm_head.pt", v1(), wrong)  # as published: numbers are wrong
+    return write(folder, "medusa_lm_head.pt", v1(), wrong)  # wrong numbers, as published
 
 
 def v2_file(folder: Path) -> str:
-    """The file itself is given, not its folder."""
+    """The path of the file itself, not of its folder."""
     return write(folder, "medusa_lm_head.safetensors", v2()) + "/medusa_lm_head.safetensors"
 
 
@@ -92,7 +92,7 @@ def vllm_without_biases(folder: Path) -> str:
 
 
 def vllm_small_token_map(folder: Path) -> str:
-    """The most frequent tokens; the heads never say another."""
+    """The most frequent tokens; the heads never draft others."""
     kept = torch.arange(0, 500)
     mine = {"token_map": kept} | {
         f"lm_heads.{h}.weight": lm_head()[kept].clone() for h in range(NUM_HEADS)
@@ -101,7 +101,7 @@ def vllm_small_token_map(folder: Path) -> str:
 
 
 def vllm_lm_head_biases(folder: Path) -> str:
-    """The biases favour some tokens a little."""
+    """The biases slightly favor some tokens."""
     generator = torch.Generator().manual_seed(4)
     mine = {}
     for h in range(NUM_HEADS):
@@ -120,7 +120,7 @@ def reference() -> Reference:
 
 
 def steps_with(reference: Reference, config: dict[str, Any], model: str = TARGET) -> Steps:
-    """Check the tokens; return what was accepted."""
+    """Check the tokens; return the accepted drafts."""
     options = {"method": "medusa", "tree": TREE} | config
     with engine(model, options) as llm, recorded_steps() as steps:
         got = complete(llm, reference.prompts, greedy(TOKENS))
@@ -159,7 +159,7 @@ def test_other_heads(
 
 
 def test_full_medusa_2_checkpoint(reference: Reference, expected: Steps, tmp_path: Path) -> None:
-    """Heads in the target's own checkpoint: no ``model`` is given."""
+    """Heads in the target's own checkpoint: no ``model`` is set."""
     full = tmp_path / "full"
     shutil.copytree(TARGET, full)
     weights = load_file(full / "model.safetensors")

@@ -1,8 +1,8 @@
-"""The engine accepts, step by step, what decode.py accepts: same heads, prompts and tree.
+"""The engine accepts, step by step, the same drafts as decode.py: same heads, prompts and tree.
 
-decode.py is batch 1 over transformers; the engine runs all prompts at once over a paged cache. What
-they share is the algorithm, so a draft from the wrong hidden state, which equality with plain
-decoding can not see, shows here.
+decode.py is batch 1 over transformers; the engine runs all prompts together over a paged cache.
+They only share the algorithm, so a draft from the wrong hidden state, which equality with plain
+decoding can't detect, shows here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_medusa.tree import TokenTree, load_preset
 
 pytestmark = pytest.mark.engine
 
-HIDDEN = 512  # more than the states that the heads have to know: 8 prompts of TOKENS
+HIDDEN = 512  # more than the states that the heads memorize: 8 prompts of TOKENS
 TOKENS = sized(48, 24)
 COUNT = sized(8, 3)
 HEADS = 4
@@ -87,7 +87,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
             )  # fmt: skip
             out = model(ids, output_hidden_states=True).hidden_states[-1][0]
             for end in range(len(prompt), len(prompt) + TOKENS):
-                states.append(out[end - 1])  # its token is ids[end]; head h says ids[end + 1 + h]
+                states.append(out[end - 1])  # token: ids[end]; head h predicts ids[end + 1 + h]
                 futures.append(ids[0, end + 1 : end + 1 + HEADS].tolist())
     heads = save_fitted_heads(folder / "heads", torch.stack(states), futures)
     expected = oracle(model, heads, TREE, prompts, TOKENS)
@@ -101,7 +101,7 @@ def llm(fitted: Fitted) -> Iterator[LLM]:
         yield llm
 
 
-def test_fitted_heads_accept_much(fitted: Fitted) -> None:
+def test_fitted_heads_have_high_acceptance(fitted: Fitted) -> None:
     accepted = [n for result in fitted.expected for n in result.accepted_per_step]
     assert sum(accepted) > 0.8 * len(accepted)
     assert {0, 1, 2, 3} <= set(accepted)
@@ -118,7 +118,7 @@ def test_one_request_at_a_time(llm: LLM, fitted: Fitted) -> None:
 
 
 def by_count(verdict: Verdict) -> Verdict:
-    """The row that would be the last accepted one if the tree were a chain."""
+    """The row of the last accepted node if the tree were a chain."""
     return replace(verdict, path=replace(verdict.path, last_node=verdict.path.num_accepted))
 
 
@@ -127,8 +127,8 @@ def at_root(verdict: Verdict) -> Verdict:
     return replace(verdict, path=replace(path, last_node=torch.zeros_like(path.last_node)))
 
 
-def verdict_seam() -> tuple[type, str, str]:
-    """(class, method, attribute): the drafting call, and the verdict that it uses."""
+def verdict_location() -> tuple[type, str, str]:
+    """(class, method, attribute): the drafting call, and the verdict it uses."""
     from vllm_medusa.worker.trees import Trees
 
     return Trees, "end", "verdict"
@@ -141,8 +141,8 @@ def test_hidden_state_of_the_wrong_node(
     monkeypatch: pytest.MonkeyPatch,
     wrong: Callable[[Verdict], Verdict],
 ) -> None:
-    """A negative control: the tokens stay right, the acceptance does not."""
-    owner, method, verdict = verdict_seam()
+    """A negative control: tokens stay equal, acceptance drops."""
+    owner, method, verdict = verdict_location()
     original = getattr(owner, method)
 
     def propose(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m demo` with real engines, on the small model: what CI can run of `make demo`."""
+"""`python -m demo` with real engines on the small model: what CI can run of `make demo`."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""A real target writes conversations, both sides of some, and its spans are what it would say.
+"""A real target generates conversations, some with both sides; its spans are its own argmax.
 
-Its words are single tokens, so its answers mean the same tokens in the next turn's prompt; but now
-and then it says one that the text doesn't show, and its conversation must fall into two records.
+Its words are single tokens, so its answers have the same tokens in the next turn's prompt; but
+sometimes it generates a token without text, so that its conversation must be split in two records.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ TEMPLATE = (
 TALKS = [Prompt(i, i + 1, f"t{i}", turns=(f"w{9 + i} w7", "w30", f"w{40 + i}")) for i in range(8)]
 
 
-def talkative(folder: Path) -> str:
-    """A random Llama whose tokens are words, and who often ends its turn."""
+def save_talkative_llama(folder: Path) -> str:
+    """A random Llama whose tokens are words, and which often ends its turn."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -62,10 +62,10 @@ def records(engine: VllmEngine, plan: Plan, done: set[int], batch: int) -> list[
     return [record for result in results for record in plan.records(result)]
 
 
-def test_spans_are_the_targets_own_words(tmp_path: Path) -> None:
+def test_spans_are_the_targets_tokens(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    target = talkative(tmp_path / "target")
+    target = save_talkative_llama(tmp_path / "target")
     run_engines_in_this_process()
     settings = EngineSettings(
         target,
@@ -90,7 +90,7 @@ def test_spans_are_the_targets_own_words(tmp_path: Path) -> None:
     assert {r["index"]: r for r in resumed} == expected
     assert len({tuple(r["token_ids"]) for r in whole}) > 20
     assert any(len(r["generated"]) == 3 for r in whole), "whole conversations"
-    assert any(r["index"] % 3 for r in whole), "and some that were divided"
+    assert any(r["index"] % 3 for r in whole), "some were split"
     assert any(len(r["generated"]) > 1 for r in talked)
 
     path = tmp_path / "r.jsonl"
@@ -108,12 +108,12 @@ def test_spans_are_the_targets_own_words(tmp_path: Path) -> None:
 
 
 def in_its_own_words(model: Any, record: Record) -> int:
-    """Tokens in the spans that are the target's likeliest; a span's edge off by one shows."""
+    """Tokens in the spans that are the target's argmax; a span off by one would show."""
     ids = torch.tensor([record.token_ids])
     with torch.no_grad():
         best = model(ids).logits[0].argmax(-1).tolist()
     for start, end in record.generated:
-        assert record.token_ids[start - 1] == 4, "a span follows the header of an assistant's turn"
+        assert record.token_ids[start - 1] == 4, "a span follows the header of an assistant turn"
         assert END not in record.token_ids[start : end - 1]
     return sum(
         best[place - 1] == record.token_ids[place]

@@ -1,7 +1,7 @@
 """Dynamic trees: another topology for every request and step, the same tokens as plain vLLM.
 
-decode.py takes the same trees, so acceptance is compared step by step; random topologies are put
-in the place of the best ones to reach shapes that no head would choose.
+decode.py uses the same trees, so acceptance is compared step by step; random topologies
+replace the best ones to reach shapes that no head would choose.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from vllm_medusa.worker.v1 import runner
 pytestmark = pytest.mark.engine
 
 TOKENS = 40
-LENGTHS = (48, 7, 3, 1, 33)  # of the outputs, in turn: the last drafts of each are cut by depth
+LENGTHS = (48, 7, 3, 1, 33)  # output lengths, in turn: the last drafts of each are limited by depth
 Patch = pytest.MonkeyPatch
 
 
@@ -58,7 +58,7 @@ def reference(chaotic_llama: str) -> Reference:
 
 @pytest.fixture(scope="module")
 def llm(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
-    """48 blocks of 32: some requests are preempted and start again."""
+    """48 blocks of 32: some requests are preempted and restarted."""
     config = dynamic(random_heads, 20)
     with engine(chaotic_llama, config, block_size=32, num_gpu_blocks_override=48) as llm:
         yield llm
@@ -95,7 +95,7 @@ def test_accepts_what_the_oracle_accepts(budget: int) -> None:
 
 
 def run(llm: LLM, reference: Reference) -> float:
-    """Plant the future on the trees: the tokens must be plain vLLM's; returns what is accepted."""
+    """Plant future tokens on the trees: output must equal plain vLLM's; returns mean acceptance."""
     with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
         got = complete(llm, reference.prompts, greedy(TOKENS))
     assert differing(reference.completions, got) == []
@@ -110,8 +110,8 @@ def test_random_topologies(llm: LLM, reference: Reference, monkeypatch: Patch) -
     assert len(topologies) > 5 * len(reference.prompts)
 
 
-def of_the_neighbour(patch: Patch) -> None:
-    """A request is verified by the topology of another."""
+def of_another_request(patch: Patch) -> None:
+    """A request is verified with the topology of another."""
     kept = Trees.topologies
 
     def wrong(self: Trees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
@@ -123,7 +123,7 @@ def of_the_neighbour(patch: Patch) -> None:
 
 
 def of_an_earlier_step(patch: Patch) -> None:
-    """Requests are verified by what was first drafted for their slots."""
+    """Requests are verified with the first topology drafted for their slots."""
     keep, topologies, first = Trees.keep, Trees.topologies, {}
 
     def noted(self: Trees, slots: torch.Tensor, parents: torch.Tensor) -> None:
@@ -160,14 +160,14 @@ def off_by_one(patch: Patch) -> None:
     patch.setattr(Trees, "topologies", wrong)
 
 
-CONTROLS = [of_the_neighbour, of_an_earlier_step, off_by_one]
+CONTROLS = [of_another_request, of_an_earlier_step, off_by_one]
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
 def test_a_wrong_topology_costs_acceptance(
     llm: LLM, reference: Reference, monkeypatch: Patch, control: Callable[[Patch], None]
 ) -> None:
-    """Never equality: attention, positions and the walk still go by one and the same tree."""
+    """Never equality: attention, positions and the walk still use the same tree."""
     random_topologies(monkeypatch)
     right = run(llm, reference)
     control(monkeypatch)
@@ -177,7 +177,7 @@ def test_a_wrong_topology_costs_acceptance(
 def test_accepted_tokens_are_counted_by_depth(
     llm: LLM, reference: Reference, monkeypatch: Patch
 ) -> None:
-    """Every `complete` compares them with what requests tell; counts by node would be noticed."""
+    """Every `complete` compares them with the requests' counts and would detect counts by node."""
 
     def by_node(self: Any, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         observe(self, num_draft_tokens, num_accepted_tokens)
@@ -202,13 +202,13 @@ FEW_ROWS = {
 
 
 def _surcharge(cost: StepCost) -> float:
-    """Four drafts of a request, and all heads, against a plain step."""
+    """Cost of four drafts of a request and all heads, relative to a plain step."""
     return cost.ms(5, 1, 1.0) / cost.ms(1, 1, 0.0)
 
 
 @pytest.fixture(scope="module")
 def costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where step costs are kept; empty at first."""
+    """Folder for step costs; initially empty."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("VLLM_CACHE_ROOT", str(folder))
@@ -221,12 +221,12 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def automatic(
     reference: Reference, chaotic_llama: str, random_heads: str, costs: Path
 ) -> Iterator[LLM]:
-    """Few rows a step, so that drafts could keep requests and prefills waiting.
+    """Few rows per step, so that drafts could delay requests and prefills.
 
-    An engine of the kind was there before. Times at start-up are given: other tests run beside.
+    An engine of the same kind ran before. Start-up times are fixed: other tests run in parallel.
     """
     config = {"method": "medusa", "model": random_heads, "budget": "auto"}
-    learned = []  # of steps with drafts, whether they teach
+    learned = []  # for steps with drafts, whether they update costs
 
     def observe(
         each: Any, rows: int, requests: int, heads: float, ms: float, tokens: float
@@ -239,16 +239,16 @@ def automatic(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(practice._Script, "observe", observe)
-        patch.setattr(practice, "SECONDS", 300.0)  # all that is planned, however busy the machine
+        patch.setattr(practice, "SECONDS", 300.0)  # complete all steps on a busy machine
         with engine(chaotic_llama, config, **FEW_ROWS) as first:
             assert policy_of(first).cost.steps > 20
-        # the first of all is slow, and so is one behind plain steps
+        # the very first is slow, and so is one after plain steps
         assert learned[:3] == [False, False, True]
         (file,) = costs.glob("*.json")
         document = json.loads(file.read_text())
-        plain, *others = document["log_curves"]  # what drafts and heads take
-        dear = [plain, *([value + 2.0 for value in curve] for curve in others)]
-        file.write_text(json.dumps(document | {"log_curves": dear}))
+        plain, *others = document["log_curves"]  # cost of drafts and heads
+        expensive = [plain, *([value + 2.0 for value in curve] for curve in others)]
+        file.write_text(json.dumps(document | {"log_curves": expensive}))
         (costs.parent / "stale.json").write_text(file.read_text())
         llm = start(chaotic_llama, config, **FEW_ROWS)
     yield llm
@@ -256,19 +256,19 @@ def automatic(
 
 
 def test_steps_are_timed_at_start_up(automatic: LLM, costs: Path) -> None:
-    """What they cost is kept for engines to come; made-up requests leave no trace."""
+    """The costs are stored for later engines; dummy requests leave no trace."""
     (kept,) = (json.loads(file.read_text()) for file in costs.glob("*.json"))
     assert 20 < kept["steps"] <= policy_of(automatic).cost.steps
     stale = json.loads((costs.parent / "stale.json").read_text())
     assert stale["steps"] < kept["steps"]
     was, now = (StepCost.from_dict(each) for each in (stale, kept))
-    assert _surcharge(now) < 0.5 * _surcharge(was)  # dear drafts are looked at again
+    assert _surcharge(now) < 0.5 * _surcharge(was)  # expensive drafts are measured again
 
 
 def test_budgets_that_change_with_every_step(
     automatic: LLM, reference: Reference, monkeypatch: Patch
 ) -> None:
-    """No running request and no prefill has to wait for a row because others draft."""
+    """No running request or prefill has to wait for a row because of drafts."""
     random_topologies(monkeypatch)
     taken = fickle(monkeypatch, automatic)
     before = counts(automatic)
@@ -287,16 +287,16 @@ def test_budgets_that_change_with_every_step(
 def test_max_rows_counts_the_requests_themselves(
     automatic: LLM, reference: Reference, monkeypatch: Patch
 ) -> None:
-    """A step of decoding has that many rows at most, a root of each request among them."""
+    """A decoding step has at most that many rows, including a root per request."""
     random_topologies(monkeypatch)
     fickle(monkeypatch, automatic)
-    most, scheduler = 20, scheduler_of(automatic)
-    options = replace(scheduler.options, budget={"max_rows": most})
+    maximum, scheduler = 20, scheduler_of(automatic)
+    options = replace(scheduler.options, budget={"max_rows": maximum})
     monkeypatch.setattr(scheduler, "options", options)
     with recorded_steps() as steps:
         run(automatic, reference)
     decoding = [step for step in steps if not any(row.is_prefill for row in step)]
-    assert max(sum(row.num_nodes for row in step) for step in decoding) == most
+    assert max(sum(row.num_nodes for row in step) for step in decoding) == maximum
 
 
 def test_automatic_budgets(
@@ -304,9 +304,9 @@ def test_automatic_budgets(
 ) -> None:
     """Tokens always equal plain vLLM's, and estimates are updated.
 
-    What it learned is kept as soon as there is nothing to do.
+    They are stored as soon as the engine is idle.
     """
-    monkeypatch.setattr(policy, "_AT_REST_MS", 0.0)  # steps at rest all teach
+    monkeypatch.setattr(policy, "_AT_REST_MS", 0.0)  # all idle steps update costs
     budget = policy_of(automatic)
     before = budget.cost.steps
     scheduler_of(automatic).costs._saved_at -= 20
@@ -315,15 +315,15 @@ def test_automatic_budgets(
     assert budget.cost.steps > before + TOKENS
     (kept,) = (json.loads(file.read_text()) for file in costs.glob("*.json"))
     assert kept["steps"] == budget.cost.steps
-    told = {
+    sums = {
         m.name.removeprefix("vllm:medusa_"): getattr(m, "value", 0) for m in automatic.get_metrics()
     }
-    assert told["timed_steps"] > TOKENS and told["measured_ms"] > 0 and told["expected_ms"] > 0
-    assert told["expected_ratio"] == pytest.approx(budget.expected_ratio, abs=1e-3)
+    assert sums["timed_steps"] > TOKENS and sums["measured_ms"] > 0 and sums["expected_ms"] > 0
+    assert sums["expected_ratio"] == pytest.approx(budget.expected_ratio, abs=1e-3)
     assert budget.cost.plain_ms(4) > 0
 
 
-def test_deep_heads_rest_where_nothing_gets_there(
+def test_deep_heads_are_skipped_if_unlikely(
     automatic: LLM, reference: Reference, monkeypatch: Patch
 ) -> None:
     ran: list[tuple[int, int]] = []
@@ -335,16 +335,18 @@ def test_deep_heads_rest_where_nothing_gets_there(
         return forward(self, states, count, first)
 
     monkeypatch.setattr(PackedHeads, "__call__", spied)
-    monkeypatch.setattr(runner, "MIN_SURVIVAL", 2.0)  # no draft is as likely
+    monkeypatch.setattr(runner, "MIN_SURVIVAL", 2.0)  # no draft is that likely
     run(automatic, reference)
     assert ran[-1] == (0, 2)
     ran.clear()
     monkeypatch.setattr(runner, "MIN_SURVIVAL", 0.0)
     run(automatic, reference)
-    assert ran[:2] == [(0, 2), (2, 4)] and ran[-1] == (0, 4)  # at once, as they always run
+    assert ran[:2] == [(0, 2), (2, 4)] and ran[-1] == (0, 4)  # all at once, as they always run
 
 
-def test_nobody_waits_for_drafts(automatic: LLM, reference: Reference, monkeypatch: Patch) -> None:
+def test_no_request_waits_for_drafts(
+    automatic: LLM, reference: Reference, monkeypatch: Patch
+) -> None:
     """However many drafts are offered, every running request has its row in every step."""
     verify_all(monkeypatch, policy_of(automatic))
     left_out, scheduler = [], scheduler_of(automatic)

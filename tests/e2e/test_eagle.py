@@ -1,4 +1,4 @@
-"""EAGLE-3 with trees: its KV is exact, its chain is vLLM's, and the tokens are plain vLLM's."""
+"""EAGLE-3 with trees: exact KV, a chain equal to vLLM's, and plain vLLM's tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.eagle import Eagle1
-from support.eagle_case import LAYERS, TOKENS, Case, asked
+from support.eagle_case import LAYERS, TOKENS, Case, eagle_config
 from support.eagle_steps import assert_dense, recorded_trees
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
@@ -39,7 +39,7 @@ def case(eagle_case: Case) -> Case:
 
 
 def drafts_of(owner: type, patch: Patch) -> dict[tuple[int, ...], list[list[int]]]:
-    """What a runner drafts for each prompt, step by step."""
+    """Drafts of a runner for each prompt, step by step."""
     found: dict[tuple[int, ...], list[list[int]]] = {}
     original = owner.propose_draft_token_ids  # type: ignore[attr-defined]
 
@@ -55,9 +55,9 @@ def drafts_of(owner: type, patch: Patch) -> dict[tuple[int, ...], list[list[int]
 
 
 def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
-    """Token for token, drafts included, in a batch that is all greedy.
+    """Token for token, drafts included, in an all-greedy batch.
 
-    The drafter is as `train` left it: vLLM's own loader reads it.
+    The drafter is as saved by `train`: vLLM's own loader reads it.
     """
     from vllm_medusa.worker.v1.eagle import EagleModelRunner
 
@@ -70,7 +70,7 @@ def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
             expected = complete(llm, case.prompts, greedy(TOKENS))
     with monkeypatch.context() as patch, recorded_steps() as steps:
         ours = drafts_of(EagleModelRunner, patch)
-        with engine(case.target, asked(case, "chain", num_speculative_tokens=length)) as llm:
+        with engine(case.target, eagle_config(case, "chain", num_speculative_tokens=length)) as llm:
             got = complete(llm, case.prompts, greedy(TOKENS))
     assert differing(expected, got) == []
     assert [list(completion.token_ids) for completion in got] == case.outputs
@@ -81,7 +81,7 @@ def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
     assert mean_accepted(steps) > 1
 
 
-# Shared beginnings for the prefix cache, and prompts longer than a step.
+# Shared prefixes for the prefix cache, and prompts longer than a step.
 DEPTH, BLOCK = 4, 32
 LONG = [
     [*shared, *own]
@@ -100,7 +100,7 @@ def plain(case: Case) -> Any:
 
 
 def run(case: Case, llm: LLM, plain: Any, every: int, some: slice = slice(None)) -> int:
-    """Plant what comes on the drafter's trees; returns how many nodes were dense ones."""
+    """Plant future tokens on the drafter's trees; returns the number of nodes compared."""
     prompts, expected = LONG[some], plain[some]
     outputs = [list(completion.token_ids) for completion in expected]
     with (
@@ -116,14 +116,14 @@ def run(case: Case, llm: LLM, plain: Any, every: int, some: slice = slice(None))
 
 
 def test_eagle_1(case: Case, plain: Any) -> None:
-    """It reads the last hidden state and has the target's LM head; never trained here.
+    """It reads the last hidden state and has the target's LM head; not trained here.
 
-    Comes before `llm`: one engine lives at a time.
+    Runs before `llm`, because only one engine can exist at a time.
     """
     torch.manual_seed(1)
     drafter = Eagle1(case.model)
     folder = Path(case.folder).with_name("eagle-1")
-    config = asked(case, {"width": 3, "depth": 3}, budget=8)
+    config = eagle_config(case, {"width": 3, "depth": 3}, budget=8)
     config |= {"method": "eagle", "model": drafter.save(folder)}
     with engine(case.target, config, block_size=32, enable_prefix_caching=True) as llm:
         one = Case(case.target, case.model, drafter, str(folder), [], [])
@@ -132,11 +132,11 @@ def test_eagle_1(case: Case, plain: Any) -> None:
 
 @pytest.fixture(scope="module")
 def llm(case: Case, plain: Any) -> Iterator[LLM]:
-    """Few blocks of 32, steps of 96 tokens: prefills in chunks, requests are preempted.
+    """Few blocks of 32, steps of 96 tokens: chunked prefill, preempted requests.
 
     With lookup, which finds nothing to copy in chaotic texts.
     """
-    tree = asked(case, {"width": 3, "depth": DEPTH}, budget=12, lookup=True)
+    tree = eagle_config(case, {"width": 3, "depth": DEPTH}, budget=12, lookup=True)
     with engine(
         case.target,
         tree,
@@ -149,16 +149,16 @@ def llm(case: Case, plain: Any) -> Iterator[LLM]:
         yield llm
 
 
-def test_exact_beside_all_that_happens(case: Case, llm: LLM, plain: Any) -> None:
-    """Much of the prompts is in the prefix cache, with the drafter's entries."""
+def test_exact_in_mixed_steps(case: Case, llm: LLM, plain: Any) -> None:
+    """Most of the prompts is in the prefix cache, with the drafter's entries."""
     preempted, hits = metric(llm, "num_preemptions"), metric(llm, "prefix_cache_hits")
     assert run(case, llm, plain, every=sized(5, 3)) > 50
     assert metric(llm, "num_preemptions") > preempted
     assert metric(llm, "prefix_cache_hits") > hits
 
 
-def seldom_drafting(patch: Patch) -> list[int]:
-    """Every fifth step drafts. Returns of how many steps tokens waited, each time."""
+def drafting_every_fifth_step(patch: Patch) -> list[int]:
+    """Every fifth step drafts. Returns, for each flush, the number of pending steps."""
     steps, waited = itertools.count(), []
     flush = PendingTokens.flush
 
@@ -172,21 +172,21 @@ def seldom_drafting(patch: Patch) -> list[int]:
 
 
 def test_exact_after_plain_steps(case: Case, llm: LLM, plain: Any, monkeypatch: Patch) -> None:
-    """What plain steps gave is taken in later, in time for all that reads it."""
-    waited, preempted = seldom_drafting(monkeypatch), metric(llm, "num_preemptions")
+    """Tokens of plain steps are processed later, but before anything reads their entries."""
+    waited, preempted = drafting_every_fifth_step(monkeypatch), metric(llm, "num_preemptions")
     assert run(case, llm, plain, every=1) > 50
     assert metric(llm, "num_preemptions") > preempted
     assert max(waited) > 2
 
 
-def test_follow_ups_find_what_plain_steps_gave(
+def test_later_requests_reuse_entries_of_plain_steps(
     case: Case, llm: LLM, plain: Any, monkeypatch: Patch
 ) -> None:
-    """It is in the prefix cache, for requests elsewhere in the batch."""
-    seldom_drafting(monkeypatch)
+    """They are in the prefix cache, for requests elsewhere in the batch."""
+    drafting_every_fifth_step(monkeypatch)
     hits = metric(llm, "prefix_cache_hits")
     texts = [(p, list(c.token_ids)) for p, c in zip(LONG, plain, strict=True)][1::2]
-    cuts = [(BLOCK + 2 - len(p)) % BLOCK or 1 for p, _ in texts]  # behind the end of a block
+    cuts = [(BLOCK + 2 - len(p)) % BLOCK or 1 for p, _ in texts]  # after the end of a block
     first = [greedy(cut) for cut in cuts]
     got = complete(llm, [p for p, _ in texts], first)
     assert [list(c.token_ids) for c in got] == [
@@ -202,9 +202,9 @@ def test_follow_ups_find_what_plain_steps_gave(
     assert metric(llm, "prefix_cache_hits") > hits
 
 
-def test_lost_steps_would_be_seen(case: Case, llm: LLM, plain: Any, monkeypatch: Patch) -> None:
-    """Were only the last step's tokens taken in, entries would be missing."""
-    seldom_drafting(monkeypatch)
+def test_lost_steps_are_detected(case: Case, llm: LLM, plain: Any, monkeypatch: Patch) -> None:
+    """If only the last step's tokens were processed, entries would be missing."""
+    drafting_every_fifth_step(monkeypatch)
     flush = PendingTokens.flush
 
     def wrong(self: Any) -> Any:
@@ -217,7 +217,7 @@ def test_lost_steps_would_be_seen(case: Case, llm: LLM, plain: Any, monkeypatch:
 
 
 def entries_kept(patch: Patch, llm: LLM) -> None:
-    """Accepted paths keep what drafting left in their slots; only the last token is new."""
+    """Accepted paths keep the entries from drafting; only the last token's is recomputed."""
     forward = EagleTrees._forward
 
     def wrong(self: Any, common: Any, *args: Any) -> Any:
@@ -232,7 +232,7 @@ def entries_kept(patch: Patch, llm: LLM) -> None:
 
 
 def siblings_seen(patch: Patch, llm: LLM) -> None:
-    """A branch attends to all that was expanded."""
+    """A branch attends to all expanded nodes."""
     build = cpu_attention.plan_branches
     patch.setattr(
         cpu_attention, "plan_branches", lambda seen, *args: build(torch.ones_like(seen), *args)
@@ -240,13 +240,13 @@ def siblings_seen(patch: Patch, llm: LLM) -> None:
 
 
 def other_layers(patch: Patch, llm: LLM) -> None:
-    """The hidden states are those of one layer further on."""
+    """The hidden states are those of the next layer."""
     wrong = tuple(layer + 1 for layer in LAYERS)
     llm.apply_model(lambda model: model.set_aux_hidden_state_layers(wrong))
 
 
 def vocabulary_ignored(patch: Patch, llm: LLM) -> None:
-    """Draft ids are taken for the target's."""
+    """Draft ids are used as target ids."""
     choices = EagleTrees.choices
 
     def wrong(self: Any, *args: Any) -> Any:
@@ -257,10 +257,10 @@ def vocabulary_ignored(patch: Patch, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("breaks", [entries_kept, siblings_seen, other_layers, vocabulary_ignored])
-def test_would_be_seen(
+def test_negative_controls(
     case: Case, llm: LLM, plain: Any, monkeypatch: Patch, breaks: Callable[[Patch, LLM], None]
 ) -> None:
-    """Tokens are right for any drafter output; but its entries or guesses are wrong."""
+    """Tokens are correct for any drafter output, but entries or drafts are wrong."""
     with monkeypatch.context() as patch:
         breaks(patch, llm)
         with pytest.raises(AssertionError, match=r"not (close|equal)"):
@@ -270,13 +270,13 @@ def test_would_be_seen(
 
 
 def run_copying(case: Case, llm: LLM, plain: Any, patch: Patch, shift: int = 0) -> list[int]:
-    """Have lookup find what comes, for half of the prompts; drafts accepted of each tree."""
+    """Let lookup find the future tokens of half of the prompts; drafts accepted per tree."""
     some = slice(0, None, 2)
     prompts, expected = LONG[some], plain[some]
     texts = [[*p, *c.token_ids] for p, c in zip(prompts, expected, strict=True)]
     PlantedCopies(texts, shift).plant(patch)
     core: Any = llm.llm_engine.engine_core
-    patch.setattr(core.engine_core.scheduler, "_free_slots", lambda: 1 << 20)  # blocks are few
+    patch.setattr(core.engine_core.scheduler, "_free_slots", lambda: 1 << 20)  # few blocks
     with recorded_steps() as steps, recorded_trees(every=1 + 8 * shift) as trees:
         got = complete(llm, prompts, PARAMS[some])
     assert differing(expected, got) == []
@@ -284,10 +284,10 @@ def run_copying(case: Case, llm: LLM, plain: Any, patch: Patch, shift: int = 0) 
     return [row.accepted for row in tree_rows(steps)]
 
 
-def test_copies_reach_below_its_levels(
+def test_copies_are_deeper_than_its_levels(
     case: Case, llm: LLM, plain: Any, monkeypatch: Patch
 ) -> None:
-    """What is accepted of them goes through it as all else does; one token off, little is."""
+    """Accepted copies are processed like all others; off by one token, few are accepted."""
     before = metric(llm, "lookup_accepted_tokens")
     with monkeypatch.context() as patch:
         accepted = run_copying(case, llm, plain, patch)
@@ -299,7 +299,7 @@ def test_copies_reach_below_its_levels(
 
 
 def copies_left_out(patch: Patch) -> None:
-    """No entries are made of accepted tokens deeper than the drafter's levels."""
+    """No entries are created for accepted tokens deeper than the drafter's levels."""
     forward = EagleTrees._forward
 
     def wrong(self: Any, common: Any, *args: Any) -> Any:
@@ -312,9 +312,7 @@ def copies_left_out(patch: Patch) -> None:
     patch.setattr(EagleTrees, "_forward", wrong)
 
 
-def test_copies_left_out_would_be_seen(
-    case: Case, llm: LLM, plain: Any, monkeypatch: Patch
-) -> None:
+def test_skipped_copies_are_detected(case: Case, llm: LLM, plain: Any, monkeypatch: Patch) -> None:
     copies_left_out(monkeypatch)
     with pytest.raises(AssertionError, match="not close"):
         run_copying(case, llm, plain, monkeypatch)

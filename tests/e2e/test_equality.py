@@ -1,6 +1,6 @@
-"""Token equality with plain vLLM, with long acceptances along branches that are not first.
+"""Token equality with plain vLLM, with long acceptances along branches other than the first.
 
-The model is chaotic: one wrong key anywhere in a context changes all that follows (see the negative
+The model is chaotic: one wrong key anywhere in a context changes all later tokens (see the negative
 controls). Planted drafts make nearly every step accept and move KV; random heads make nearly every
 step reject.
 """
@@ -28,10 +28,10 @@ TOKENS = sized(40, 24)
 EIGHT = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 0, 0]]
 SIXTY_THREE = "mc_sim_7b_63"
 TWO_HUNDRED = TokenTree.dense([4, 4, 3, 3]).prefix(201).to_lists()
-# draft nodes -> tree, and the engine's block size (vLLM on CPU has multiples of 32 only)
+# draft nodes -> tree, and the engine's block size (vLLM's CPU backend only has multiples of 32)
 TREES = {8: (EIGHT, 32), 14: ({"dense": [2, 2, 2]}, 64), 63: (SIXTY_THREE, 128),
          200: (TWO_HUNDRED, 32)}  # fmt: skip
-# draft nodes -> batch size -> prompts; every prompt of the reference is some batch's
+# draft nodes -> batch size -> prompts; every reference prompt is in some batch
 PLANTED = sized(
     {8: {1: 4, 8: 32, 32: 64}, 14: {1: 8, 8: 48, 32: 210}, 63: {1: 8, 8: 32, 32: 210},
      200: {1: 4, 8: 16, 32: 64}},
@@ -47,7 +47,7 @@ def reference(chaotic_llama: str) -> Reference:
     prompts = edges + random_prompts(sized(214, 2), VOCAB, seed=11)
     with on_v1(), engine(chaotic_llama) as llm:
         reference = plain_greedy(llm, prompts, TOKENS)
-    if ON_V2:  # plain V2 says so too
+    if ON_V2:  # plain V2 gives the same
         few = reference.part(1, 2)
         with engine(chaotic_llama) as llm:
             assert complete(llm, few.prompts, greedy(TOKENS)) == few.completions
@@ -57,7 +57,7 @@ def reference(chaotic_llama: str) -> Reference:
 @pytest.fixture(scope="module", params=ENGINES, ids=lambda p: f"{p[0]}_nodes{'_async' * p[1]}")
 def tree_engine(
     request: pytest.FixtureRequest, reference: Reference, chaotic_llama: str, random_heads: str
-) -> Iterator[tuple[int, LLM]]:  # after the reference: one engine lives at a time
+) -> Iterator[tuple[int, LLM]]:  # after the reference: only one engine can exist at a time
     nodes, ahead = request.param
     tree, block_size = TREES[nodes]
     config = medusa(random_heads, tree)
@@ -69,7 +69,7 @@ def tree_engine(
         yield nodes, llm
 
 
-def test_the_reference_proves_something(reference: Reference) -> None:
+def test_the_reference_is_meaningful(reference: Reference) -> None:
     lengths = {len(prompt) for prompt in reference.prompts}
     assert len(reference.prompts) >= sized(200, 4) and min(lengths) == 1 and max(lengths) == 400
     assert reference.dropped <= 0.05 * len(reference.prompts)
@@ -107,7 +107,7 @@ def test_random_heads(tree_engine: tuple[int, LLM], reference: Reference) -> Non
 
 
 def test_trained_model() -> None:
-    """Trained heads, real prompts: in fp32."""
+    """Trained heads on real prompts, in fp32."""
     prompts = code_prompts()
     with engine(TARGET) as llm:
         expected = plain_greedy(llm, prompts, TOKENS)

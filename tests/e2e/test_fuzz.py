@@ -1,4 +1,4 @@
-"""A short round of `support.fuzz`, and whether it would notice; `make fuzz MINUTES=N` goes on."""
+"""A short round of `support.fuzz`, and checks that it detects errors; see `make fuzz MINUTES=N`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models.save(tmp_path_factory.mktemp("models"))
 
 
-def test_as_plain(models: Models) -> None:
+def test_equals_plain_vllm(models: Models) -> None:
     """Few blocks, priorities, cached prefixes, a random tree; some prompts as embeddings."""
     seeds = [1000 * ENGINE + i for i in range(REQUESTS)]
     found, again = fuzz_round(models, ENGINE, seeds), reproduction(ENGINE, seeds)
@@ -38,7 +38,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_differs_is_noticed(name: str) -> None:
+def test_differences_are_detected(name: str) -> None:
     said = Said([5, 6], "ab", [{5: (1, -0.5)}, {6: (1, -0.5)}], "length", None, -1.0)
     request = replace(request_case(1), abort_after=None)
     assert difference(request, Answer({0: said}), Answer({0: replace(said)})) == ""

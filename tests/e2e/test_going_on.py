@@ -1,4 +1,4 @@
-"""Requests that go on where others end: behind an end that they ignore, with more input later."""
+"""Requests that continue where others end: past an ignored end, or with later input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ INPUTS = [
 
 
 def ignoring(llm: LLM) -> list[Any]:
-    """Tokens and finish reasons of requests that go on behind the end of their grammar."""
+    """Tokens and finish reasons of requests that continue after the end of their grammar."""
     params = [
         SamplingParams(
             temperature=0.8 * (seed % 2), seed=seed, max_tokens=16, ignore_eos=True,
@@ -53,7 +53,7 @@ def ignoring(llm: LLM) -> list[Any]:
 
 
 def session(llm: LLM, turn: dict[str, Any]) -> list[list[int]]:
-    """What each input is answered by; the next one comes when an answer has ended."""
+    """The answer to each input; the next input is sent when an answer has ended."""
     core: Any = llm.llm_engine.engine_core
     make = llm.llm_engine.input_processor.process_inputs
     left, answers, name = [tokenizer().encode(text) for text in INPUTS], [], "session"
@@ -91,12 +91,12 @@ def llm(request: pytest.FixtureRequest, plain: object) -> Iterator[LLM]:
         yield llm
 
 
-def test_behind_the_end_of_a_grammar(llm: LLM, plain: tuple[list[Any], Any]) -> None:
+def test_after_the_end_of_a_grammar(llm: LLM, plain: tuple[list[Any], Any]) -> None:
     assert ignoring(llm) == plain[0]
     assert all(reason == "length" for _, reason in plain[0])
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_inputs_that_come_later(llm: LLM, plain: tuple[Any, dict[str, Any]], name: str) -> None:
+def test_later_inputs(llm: LLM, plain: tuple[Any, dict[str, Any]], name: str) -> None:
     assert session(llm, TURNS[name]) == plain[1][name]
     assert len(plain[1][name]) == len(INPUTS)

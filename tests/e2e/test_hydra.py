@@ -1,7 +1,7 @@
-"""Hydra heads in a real engine: plain vLLM's tokens, accepted step by step as by decode.py.
+"""Hydra heads in a real engine: plain vLLM's tokens, accepted step by step as in decode.py.
 
-The heads know a chaotic target's outputs by heart, each token below the true path only: a head that
-sees another branch, or no branch, is right about nothing.
+The heads memorized a chaotic target's outputs, only along the true path: a head that
+reads another branch, or none, is always wrong.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ def test_accepts_what_the_oracle_accepts(running: tuple[str, LLM], hydra_case: F
     assert mean_accepted(steps) > 0.8
 
 
-@pytest.mark.skipif(ON_V2, reason="few prompts say nothing of a mean")
+@pytest.mark.skipif(ON_V2, reason="too few prompts for a mean")
 def test_another_map_costs_acceptance(
     running: tuple[str, LLM], hydra_case: Fitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A negative control: the rows belong to other tokens than those in the map."""
     kind, llm = running
-    choose, asked = MedusaDrafter._read, []
+    choose, widths = MedusaDrafter._read, []
 
     def wrong(self: MedusaDrafter, logits: Any, *args: Any) -> Any:
-        asked.append(logits.shape[-1])
+        widths.append(logits.shape[-1])
         return choose(self, logits.roll(1, -1), *args)
 
     monkeypatch.setattr(MedusaDrafter, "_read", wrong)
     with recorded_steps() as steps:
         got = complete(llm, hydra_case.prompts, greedy(TOKENS))
-    assert set(asked) == {KNOWN if kind == "dynamic" else VOCAB}
+    assert set(widths) == {KNOWN if kind == "dynamic" else VOCAB}
     for completion, result in zip(got, hydra_case.expected[kind], strict=True):
         assert list(completion.token_ids) == result.token_ids
     assert mean_accepted(steps) < 0.2
 
 
-@pytest.mark.skipif(ON_V2, reason="few prompts say nothing of a mean")
+@pytest.mark.skipif(ON_V2, reason="too few prompts for a mean")
 def test_a_siblings_token_costs_acceptance(
     running: tuple[str, LLM], hydra_case: Fitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A negative control: each node's head is shown its neighbour's token."""
+    """A negative control: each node's head reads its sibling's token."""
     kind, llm = running
     expand = HydraStep.expand
 

@@ -1,4 +1,4 @@
-"""Lookup in whole engines: plain vLLM's tokens, whatever is copied, and more of them a step."""
+"""Lookup in whole engines: plain vLLM's tokens for any copies, and more tokens per step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.spies import recorded_steps, tree_rows
 from vllm import LLM, SamplingParams
 
 from vllm_medusa.config import MedusaConfig, MedusaConfigError
-from vllm_medusa.lookup import lookup as room
+from vllm_medusa.lookup import lookup as lookup_module
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.worker import practice
 
@@ -39,7 +39,7 @@ def mixed(count: int, first: int = 0) -> list[SamplingParams]:
 
 @pytest.fixture(scope="module")
 def expected(chaotic_llama: str) -> tuple[list[list[int]], list[Completion]]:
-    """Of plain vLLM; some prompts are the beginning of others."""
+    """Plain vLLM's outputs; some prompts are prefixes of others."""
     with engine(chaotic_llama) as llm:
         prompts = random_prompts(14, VOCAB, shortest=8, longest=120)
         prompts += [[*prompt[:70], 5, 6] for prompt in prompts if len(prompt) > 80]
@@ -60,7 +60,7 @@ def llm(chaotic_llama: str, expected: Any) -> Iterator[LLM]:
 
 
 def run(llm: LLM, expected: Any, patch: Patch, shift: int = 0) -> tuple[float, int]:
-    """Accepted drafts of a step of a request, and the most in one step."""
+    """Mean and max number of accepted drafts per request and step."""
     prompts, completions = expected
     texts = [[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
     PlantedCopies(texts, shift).plant(patch)
@@ -73,32 +73,32 @@ def run(llm: LLM, expected: Any, patch: Patch, shift: int = 0) -> tuple[float, i
 
 
 def test_long_chains_are_verified(llm: LLM, expected: Any, monkeypatch: Patch) -> None:
-    """Deeper than any heads reach, beside plain rows and prefills, after preemptions too."""
-    assert policy_of(llm).cost.steps > 0  # made-up chains were timed
+    """Deeper than any heads reach, with plain rows and prefills, also after preemption."""
+    assert policy_of(llm).cost.steps > 0  # dummy chains were timed
     before = metric(llm, "num_preemptions"), metric(llm, "lookup_accepted_tokens")
-    mean, most = run(llm, expected, monkeypatch)
-    assert mean > 4 and most > 15
+    mean, maximum = run(llm, expected, monkeypatch)
+    assert mean > 4 and maximum > 15
     assert metric(llm, "num_preemptions") > before[0]
     all_accepted = metric(llm, "spec_decode_num_accepted_tokens")
     assert 0 < metric(llm, "lookup_accepted_tokens") - before[1] <= all_accepted
 
 
 def below_the_root(patch: Patch) -> None:
-    """Every node of a chain hangs below the root."""
-    own = room.join
+    """Every node of a chain is a child of the root."""
+    own = lookup_module.join
 
     def wrong(*args: Any) -> Any:
         found = own(*args)
         return replace(found, parents=found.parents.clamp_max(0))
 
-    patch.setattr(room, "join", wrong)
+    patch.setattr(lookup_module, "join", wrong)
 
 
 @pytest.mark.parametrize("control", [below_the_root, 1], ids=["wrong parent", "one token off"])
 def test_a_wrong_chain_costs_acceptance(
     llm: LLM, expected: Any, monkeypatch: Patch, control: Callable[[Patch], None] | int
 ) -> None:
-    """Never equality: whatever the tree, it is walked as it was attended."""
+    """Never equality: every tree is walked as it was attended."""
     right, _ = run(llm, expected, monkeypatch)
     if callable(control):
         control(monkeypatch)
@@ -106,18 +106,18 @@ def test_a_wrong_chain_costs_acceptance(
     assert run(llm, expected, monkeypatch, shift)[0] < 0.6 * right
 
 
-def test_copies_join_what_heads_draft(monkeypatch: Patch) -> None:
-    """On texts that repeat themselves more is accepted than with heads alone, tokens are equal."""
+def test_copies_are_merged_with_head_drafts(monkeypatch: Patch) -> None:
+    """On repetitive texts more is accepted than with heads alone, with equal tokens."""
     prompts = code_prompts(0, 6)
     with engine(TARGET) as llm:
         first = complete(llm, prompts, greedy(TOKENS))
-        asked = [[*p, *c.token_ids, *p] for p, c in zip(prompts, first, strict=True)]
-        asked = plain_greedy(llm, asked, TOKENS).prompts
-        plain = complete(llm, asked, mixed(len(asked), 100))
+        extended = [[*p, *c.token_ids, *p] for p, c in zip(prompts, first, strict=True)]
+        extended = plain_greedy(llm, extended, TOKENS).prompts
+        plain = complete(llm, extended, mixed(len(extended), 100))
     config = {"method": "medusa", "model": HEADS, "lookup": True, "budget": 12}
 
     def steps(llm: LLM) -> int:
-        got = complete(llm, asked, mixed(len(asked), 100))
+        got = complete(llm, extended, mixed(len(extended), 100))
         assert differing(plain, got) == []
         return sum(len(each.accepted) for each in got)
 
@@ -138,7 +138,7 @@ def test_copies_join_what_heads_draft(monkeypatch: Patch) -> None:
         ({"lookup": 3}, ["lookup is 3", "true or false"]),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], words: list[str]) -> None:
+def test_incompatible_options_are_refused(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(MedusaConfigError) as refused:
         MedusaConfig.from_speculative_config({"lookup": True} | options)
     for word in words:

@@ -1,7 +1,7 @@
-"""Take one idea of the tree away, and equality with plain vLLM breaks: the tests can fail.
+"""Removing any part of the tree logic breaks equality with plain vLLM: the tests can fail.
 
-Each control breaks one seam of the worker. The hidden state of the wrong node is another matter:
-drafts are only guesses, so it costs acceptance, never equality; `test_decode_agreement` has it.
+Each control breaks one part of the worker. The hidden state of the wrong node is different:
+it only affects drafts, so it costs acceptance, never equality; `test_decode_agreement` covers it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.runner import compaction, on_v1, sized
 from vllm import LLM
 
 from vllm_medusa.worker import cpu_attention
-from vllm_medusa.worker import trees as positions  # what looks them up
+from vllm_medusa.worker import trees as positions  # module where they are looked up
 
 pytestmark = pytest.mark.engine
 
@@ -58,7 +58,7 @@ def causal_mask(patch: Patch) -> None:
 
 
 def positions_by_slot(patch: Patch) -> None:
-    """vLLM's own positions stay: node i stands i behind its root."""
+    """vLLM's own positions: node i is i after its root."""
     patch.setattr(positions, "write_node_positions", lambda *args: None)
 
 
@@ -80,17 +80,17 @@ def outcome(llm: LLM, reference: Reference) -> list[int]:
     return differing(reference.completions, got)
 
 
-def test_nothing_broken_is_equal(llm: LLM, reference: Reference) -> None:
+def test_equal_without_a_control(llm: LLM, reference: Reference) -> None:
     assert outcome(llm, reference) == []
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
-def test_broken_differs(
+def test_each_control_differs(
     llm: LLM, reference: Reference, monkeypatch: Patch, control: Callable[[Patch], None]
 ) -> None:
     control(monkeypatch)
     assert len(outcome(llm, reference)) > sized(0.8, 0.6) * len(reference.prompts)
 
 
-def test_repaired_is_equal_again(llm: LLM, reference: Reference) -> None:
+def test_equal_again_after_the_controls(llm: LLM, reference: Reference) -> None:
     assert outcome(llm, reference) == []

@@ -1,4 +1,4 @@
-"""What can not work is refused before a weight is loaded: value, what is allowed, the remedy."""
+"""Unsupported settings are refused before weights load, with value, allowed values and remedy."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ TREE = [[0], [0, 0], [1]]
 
 
 class MyWorker(MedusaCPUWorker):
-    """A worker of the user's own that derives from ours."""
+    """A user's own worker that derives from ours."""
 
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was loaded: stays empty if a refusal comes in time."""
+    """Record of loads: stays empty if a refusal comes in time."""
     calls: list[str] = []
 
     def spy(module: Any, name: str) -> None:
@@ -65,7 +65,7 @@ def nothing_loaded(request: pytest.FixtureRequest, loaded: list[str]) -> Iterato
 
 
 def refusal(model: str, config: dict[str, Any], **changes: Any) -> str:
-    """The message of the error that such an engine ends in."""
+    """The message of the error with which such an engine fails."""
     given = json.dumps(config, default=str)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers look at the message
         stop(start(model, config, **changes))
@@ -123,7 +123,7 @@ def test_no_such_heads(chaotic_llama: str, tmp_path: Path) -> None:
     assert str(empty) in refusal(chaotic_llama, medusa(str(empty), TREE))
 
 
-def test_the_target_s_folder_holds_no_heads(chaotic_llama: str) -> None:
+def test_the_target_s_folder_has_no_heads(chaotic_llama: str) -> None:
     message = refusal(chaotic_llama, {"method": "medusa"})
     assert chaotic_llama in message and "no Medusa head" in message
 
@@ -195,7 +195,7 @@ def test_every_reason_is_named(chaotic_llama: str, random_heads: str) -> None:
 
 @pytest.fixture
 def only_config(tmp_path: Path) -> Callable[..., str]:
-    """Saves the config of a model that is never loaded."""
+    """Save the config of a model that is never loaded."""
 
     def save(name: str, **changes: Any) -> str:
         config = getattr(transformers, f"{name}Config")(**COMMON | changes)
@@ -224,7 +224,7 @@ def test_models(only_config: Callable[..., str], random_heads: str, name: str) -
     assert word in message and model in message
 
 
-def test_a_layer_with_a_backend_of_its_own_starts_nothing(
+def test_a_layer_with_its_own_backend_is_refused(
     chaotic_llama: str, random_heads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some models set a layer's attention themselves; only the loaded model shows it."""
@@ -263,7 +263,7 @@ def test_another_vllm_still_starts_without_medusa(
         assert len(complete(llm, [[5, 6, 7]], greedy(4))[0].token_ids) == 4
 
 
-def test_a_worker_that_derives_from_ours_starts(
+def test_a_subclass_of_our_worker_starts(
     chaotic_llama: str, random_heads: str, loaded: list[str]
 ) -> None:
     worker = f"{__name__}.{MyWorker.__name__}"
@@ -279,6 +279,6 @@ def test_engine_arguments_that_vllm_does_not_have() -> None:
         check_engine_args(["dtype", "log_level", "enforce_eagre"])
 
 
-def test_a_target_that_is_nowhere_is_named() -> None:
+def test_a_missing_target_is_named() -> None:
     with pytest.raises(EngineRefused, match="no-such-folder"):
         VllmEngine(EngineSettings("no-such-folder"), Sampling())

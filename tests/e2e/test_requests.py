@@ -1,4 +1,4 @@
-"""A bad request fails alone; engines with and without trees follow each other in one process."""
+"""A bad request fails alone; engines with and without trees run in turn in one process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_bad_request_fails_alone(llm: LLM, reference: Reference, name: str) ->
     assert_works(llm, reference.part(0, sized(len(reference.prompts), 1)))
 
 
-def test_good_options_are_no_error(llm: LLM, reference: Reference) -> None:
+def test_valid_options_are_accepted(llm: LLM, reference: Reference) -> None:
     part = reference.part(0, 2)
     for extra in ({}, {"other": 3}, {"medusa": {}}, {"medusa": {"acceptance": "lossless"}}):
         params = greedy(TOKENS, extra_args=copy.deepcopy(extra))
@@ -81,7 +81,7 @@ def test_good_options_are_no_error(llm: LLM, reference: Reference) -> None:
         assert params.extra_args == extra
 
 
-def test_short_requests_beside_long_ones(llm: LLM, reference: Reference) -> None:
+def test_short_and_long_requests_together(llm: LLM, reference: Reference) -> None:
     """Requests whose drafts are truncated by the scheduler, or that get none."""
     counts = [1, 2, 3, TOKENS] * 3
     prompts = reference.prompts[:12]
@@ -94,13 +94,13 @@ def test_short_requests_beside_long_ones(llm: LLM, reference: Reference) -> None
 
 
 def test_engines_in_a_row(reference: Reference, chaotic_llama: str, random_heads: str) -> None:
-    """Trees twice from one dict, then plain and stock speculation, all in this process."""
-    asked = medusa(random_heads, [[0], [1], [0, 0]], acceptance="lossless")
-    kept = copy.deepcopy(asked)
+    """Trees twice from the same dict, then plain and stock speculation, all in this process."""
+    given = medusa(random_heads, [[0], [1], [0, 0]], acceptance="lossless")
+    kept = copy.deepcopy(given)
     for _ in range(2):
-        with engine(chaotic_llama, asked) as llm:
+        with engine(chaotic_llama, given) as llm:
             assert_works_unplanted(llm, reference)
-    assert asked == kept
+    assert given == kept
     with engine(chaotic_llama) as llm:  # vLLM's own attention again
         assert differing(reference.completions, run(llm, reference)) == []
 
@@ -108,7 +108,7 @@ def test_engines_in_a_row(reference: Reference, chaotic_llama: str, random_heads
 def test_plain_after_trees_without_clean_up(
     reference: Reference, chaotic_llama: str, random_heads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our attention backend stays registered, and is vLLM's own where no tree is."""
+    """Our attention backend stays registered, and equals vLLM's own without trees."""
     stop(start(chaotic_llama, medusa(random_heads, TREE)))
     monkeypatch.setattr(AttentionBackendEnum, "clear_override", lambda self: None)
     with recorded_steps() as steps, engine(chaotic_llama) as llm:

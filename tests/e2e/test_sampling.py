@@ -1,7 +1,7 @@
-"""At temperature > 0 with equal seeds: plain vLLM's tokens, whatever the parameters.
+"""At temperature > 0 with equal seeds: plain vLLM's tokens for all sampling parameters.
 
 Planted drafts make nearly every step accept several tokens, so a generator that advances once too
-often, a penalty that forgets an accepted token or a stop token barred one level too long shows.
+often, a penalty that misses an accepted token, or a stop token masked one level too long shows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 TREE: Any = sized({"dense": [3, 2, 2]}, [[0], [1], [0, 0], [1, 0], [1, 0, 0]])
 PROMPTS = random_prompts(sized(8, 2), VOCAB, longest=sized(100, 12), seed=21)
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
-OFTEN = list(range(5, VOCAB, sized(4, 5)))  # one token in so many ends it; V2 takes 128 in all
+OFTEN = list(range(5, VOCAB, sized(4, 5)))  # one token in five is a stop token; V2 allows 128
 CASES: dict[str, dict[str, Any]] = {
     "t0.3": {"temperature": 0.3},
     "t0.7": {"temperature": 0.7},
@@ -64,7 +64,7 @@ def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def bad_words(free: list[Outcome]) -> list[SamplingParams]:
-    """The requests of ``free`` again, forbidden to say two or three tokens as they did there."""
+    """The requests of ``free`` again, with two or three of their tokens as a bad word."""
     params = requests("t1")
     for param, outcome in zip(params, free, strict=True):
         tokens = list(outcome.tokens)
@@ -88,7 +88,7 @@ def llm(plain: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
         yield llm
 
 
-def test_the_cases_do_something(plain: dict[str, list[Outcome]]) -> None:
+def test_the_cases_have_an_effect(plain: dict[str, list[Outcome]]) -> None:
     tokens = {name: [o.tokens for o in results] for name, results in plain.items()}
     for name in ("greedy_penalised", "greedy_allowed", "greedy_min_tokens"):
         assert tokens[name] != tokens["greedy_logprobs"]
@@ -120,7 +120,7 @@ def test_all_kinds_in_one_batch(llm: LLM, plain: dict[str, list[Outcome]]) -> No
 
 
 def test_bad_words(llm: LLM, plain: dict[str, list[Outcome]]) -> None:
-    """Words of several tokens, whose first ones are drafts."""
+    """Bad words of several tokens, the first of which are drafts."""
     assert all(a.tokens != b.tokens for a, b in zip(plain["t1"], plain["bad_words"], strict=True))
     with planted_by_seed(by_seed(plain["bad_words"]), VOCAB, miss=0.0), recorded_steps() as steps:
         got = outcomes(llm, PROMPTS, bad_words(plain["t1"]))
@@ -129,7 +129,7 @@ def test_bad_words(llm: LLM, plain: dict[str, list[Outcome]]) -> None:
 
 
 def test_batch_invariance_of_a_seed(llm: LLM, plain: dict[str, list[Outcome]]) -> None:
-    """The drafts a step had, and who shared it, are no part of a request's randomness."""
+    """Neither the drafts of a step nor the other requests in it affect a request's randomness."""
     alone = [outcomes(llm, [p], [s])[0] for p, s in zip(PROMPTS, requests("t1"), strict=True)]
     assert_same(plain["t1"], alone)
 
@@ -141,7 +141,7 @@ def test_unplanted_heads_change_nothing(llm: LLM, plain: dict[str, list[Outcome]
 def test_seeds_survive_chunked_prefill(
     llm: LLM, plain: dict[str, list[Outcome]], chaotic_llama: str, random_heads: str
 ) -> None:
-    """Plain vLLM crashes here ("CPU Generator does not use offset"); we equal its unchunked run."""
+    """Plain vLLM crashes here ("CPU Generator does not use offset"); we match its unchunked run."""
     stop(llm)
     changes = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "enable_chunked_prefill": True}
     with (

@@ -1,4 +1,4 @@
-"""What needs a tokenizer: banned words and grammars, on the test model with its trained heads."""
+"""Features that need a tokenizer: bad words and grammars, on the test model with trained heads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def depth_of(parents: Sequence[int]) -> int:
 THINKING = ReasoningConfig(reasoning_start_str="(", reasoning_end_str="return x is done")
 ENGINE: dict[str, Any] = {"skip_tokenizer_init": False, "reasoning_config": THINKING}
 WORDS = ["return", "self", "if not", "for i in", "import", "()", ":"]
-FOLLOWED = ["grammar", "greedy_grammar"]  # cases of one request for each of GRAMMARS
+FOLLOWED = ["grammar", "greedy_grammar"]  # cases with one request per entry of GRAMMARS
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer"}},
@@ -121,7 +121,7 @@ def llm(plain: object) -> Iterator[LLM]:
         yield llm
 
 
-def test_the_cases_do_something(plain: dict[str, list[Outcome]]) -> None:
+def test_the_cases_have_an_effect(plain: dict[str, list[Outcome]]) -> None:
     texts = {name: [tokenizer().decode(o.tokens) for o in plain[name]] for name in plain}
     assert not any(word in text for text in texts["greedy_banned"] for word in ("return", "self"))
     assert any("return" in text or "self" in text for text in texts["sampled"])
@@ -132,7 +132,7 @@ def test_the_cases_do_something(plain: dict[str, list[Outcome]]) -> None:
 
 
 def assert_valid(results: list[Outcome]) -> None:
-    """What ended follows its grammar; in the order of `GRAMMARS`, over and over."""
+    """Finished outputs follow their grammars, in the order of `GRAMMARS`, repeated."""
     for name, outcome in zip(itertools.cycle(GRAMMARS), results, strict=False):
         text = tokenizer().decode(outcome.tokens).removesuffix("</s>")
         if outcome.completion.finish_reason != "stop":
@@ -172,7 +172,7 @@ def test_planted(
 def run_grammars(
     llm: LLM, plain: dict[str, list[Outcome]], prompts: list[list[int]], names: Sequence[str]
 ) -> float:
-    """Requests with grammars and without in one batch: plain vLLM's tokens; returns tau."""
+    """Requests with and without grammars in one batch: plain vLLM's tokens; returns tau."""
     params = [param for name in names for param in cases()[name]]
     expected = [o for name in names for o in plain[name]]
     with recorded_steps() as steps:
@@ -220,7 +220,7 @@ def test_masks_of_other_nodes_change_tokens(
 def test_grammars_on_dynamic_trees(
     plain: dict[str, list[Outcome]], prompts: list[list[int]]
 ) -> None:
-    """Few rows a step, so that drafts are cut, and requests wait with theirs."""
+    """Few rows per step, so that drafts are truncated, and requests wait with their drafts."""
     config = {"method": "medusa", "model": HEADS, "budget": 10}
     small = {"max_num_seqs": 16, "max_num_batched_tokens": 96, "enable_chunked_prefill": True}
     with engine(TARGET, config, skip_tokenizer_init=False, **small) as llm:
@@ -233,7 +233,7 @@ def test_grammars_force_drafts_without_heads(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Whether heads run, and what is verified, changes with every step; runs go below the heads."""
+    """Heads and the number of verified nodes vary per step; runs are deeper than the heads."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(practice, "SECONDS", 0.0)
     monkeypatch.setattr(Auto, "forced_pay", True)
@@ -265,11 +265,11 @@ def test_grammars_force_drafts_without_heads(
         assert deepest > scheduler.grammar.depth and forced_drafts > 50
         assert policy_of(llm).acceptance.copies
         monkeypatch.setattr(policy_of(llm), "limit", lambda *_: 0)
-        assert names_taken_over(llm, prompts) > 0
+        assert reused_ids(llm, prompts) > 0
 
 
-def names_taken_over(llm: LLM, prompts: list[list[int]]) -> int:
-    """A request is aborted between two steps, and another one comes by its name at once."""
+def reused_ids(llm: LLM, prompts: list[list[int]]) -> int:
+    """A request is aborted between two steps, and another one reuses its id immediately."""
     core: Any = llm.llm_engine.engine_core
     scheduler = scheduler_of(llm)
     make = llm.llm_engine.input_processor.process_inputs
@@ -283,7 +283,7 @@ def names_taken_over(llm: LLM, prompts: list[list[int]]) -> int:
     waiting = 0
     for steps in range(2, 22):
         core.add_request(make("x", {"prompt_token_ids": prompts[1]}, followed, ("generate",)))
-        while not scheduler.running:  # its grammar is compiled beside
+        while not scheduler.running:  # its grammar is compiled in the background
             assert scheduler.requests
             core.get_output()
         for _ in range(steps):
@@ -299,13 +299,13 @@ def names_taken_over(llm: LLM, prompts: list[list[int]]) -> int:
 
 
 class UntilColon(BaseThinkingReasoningParser):
-    """The target has no token for the end of its thoughts; a colon will do."""
+    """The target has no end-of-thinking token; a colon is used instead."""
 
     start_token, end_token = "def", ":"  # type: ignore[assignment]
 
 
-def test_grammars_that_begin_after_reasoning() -> None:
-    """A step never goes on behind the token that ends the reasoning: the grammar begins there."""
+def test_grammars_after_reasoning() -> None:
+    """A step never continues past the token that ends the reasoning: the grammar starts there."""
     ReasoningParserManager.register_module("until_colon", True, UntilColon)
     options = {
         "skip_tokenizer_init": False,

@@ -1,6 +1,6 @@
-"""Equality with plain vLLM whatever the scheduler does: chunks, mixtures, cache hits, preemption.
+"""Equality with plain vLLM for all scheduling: chunks, mixed steps, cache hits, preemption.
 
-Every test also asserts that what it is about really happened.
+Every test also asserts that the tested situation occurred.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ BLOCK = 32
 TREE = {"dense": [2, 2, 2]}
 EOS = {"ignore_eos": False}
 MAX_STOPPED = sized(60, 36)
-SCHEDULERS = sized([False], [True])  # async or not
+SCHEDULERS = sized([False], [True])  # whether async
 
 
 @dataclass(frozen=True)
 class Expected:
-    """All that plain vLLM has to say, from one engine."""
+    """All reference outputs of plain vLLM, from one engine."""
 
     free: Reference  # TOKENS tokens each
-    ended: list[Completion]  # of the same prompts, until an end token of the model
-    stopped: list[Completion]  # with a stop token of each request's own
+    ended: list[Completion]  # same prompts, until an end token of the model
+    stopped: list[Completion]  # with a separate stop token per request
     short: Reference  # short prompts, SHORT_TOKENS tokens each
     at_limit: Reference  # prompts that leave little room below LIMIT
     several: list[list[Completion]]  # V1's three seeded samples of the first prompts
 
 
 def stop_params(free: Reference) -> list[SamplingParams]:
-    """Each request stops at a token that its free run has in the middle; some not before 30."""
+    """Each request stops at a token from the middle of its free run; some not before 30 tokens."""
     return [
         greedy(MAX_STOPPED, stop_token_ids=[output[10 + i % 30]], min_tokens=30 * (i % 3 == 0))
         for i, output in enumerate(free.outputs)
@@ -102,7 +102,7 @@ def expected(chaotic_llama: str) -> Expected:
 def llm(
     request: pytest.FixtureRequest, expected: Expected, chaotic_llama: str, random_heads: str
 ) -> Iterator[LLM]:
-    """Little budget: prompts come in chunks, and trees of 15 nodes are cut when it runs out."""
+    """Small budget: prompts are chunked, and trees of 15 nodes are truncated."""
     with (
         async_scheduling() if request.param else nullcontext(),
         engine(
@@ -126,7 +126,7 @@ def _cold_cache(request: pytest.FixtureRequest) -> None:
         assert request.getfixturevalue("llm").reset_prefix_cache()
 
 
-def test_the_reference_proves_something(expected: Expected) -> None:
+def test_the_reference_is_meaningful(expected: Expected) -> None:
     assert_chaotic(expected.free.outputs)
     assert len(expected.free.prompts) >= sized(27, 6) and len(expected.at_limit.prompts) >= 5
 
@@ -142,8 +142,8 @@ def test_chunked_prefill_and_mixed_steps(llm: LLM, expected: Expected) -> None:
     assert len(mixed(steps)) > sized(20, 5)
 
 
-def test_trees_are_cut_to_the_budget(llm: LLM, expected: Expected) -> None:
-    """Eight trees of 15 nodes do not fit into 96 tokens; the last ones get a part of theirs."""
+def test_trees_are_truncated_to_the_budget(llm: LLM, expected: Expected) -> None:
+    """Eight trees of 15 nodes do not fit into 96 tokens; the last ones are truncated."""
     short = expected.short
     with planted(short.prompts, short.outputs, VOCAB) as moves, recorded_steps() as steps:
         got = complete(llm, short.prompts, greedy(SHORT_TOKENS))
@@ -155,8 +155,8 @@ def test_trees_are_cut_to_the_budget(llm: LLM, expected: Expected) -> None:
 
 
 def test_prefix_cache_hits_on_compacted_blocks(llm: LLM, expected: Expected) -> None:
-    """The second prompts go on with what trees decoded, so they read blocks that were compacted."""
-    free, done = expected.free, sized(48, 36)  # output tokens that become prompt
+    """The second prompts continue tree-decoded outputs, so they read compacted blocks."""
+    free, done = expected.free, sized(48, 36)  # output tokens that become part of the prompt
     with planted(free.prompts, free.outputs, VOCAB) as moves:
         complete(llm, free.prompts, greedy(TOKENS))
     assert sum(moves) > 0.7 * len(moves)
@@ -199,7 +199,7 @@ def test_requests_end_exactly_at_max_model_len(llm: LLM, expected: Expected) -> 
 
 
 def test_end_tokens_of_the_model(llm: LLM, expected: Expected) -> None:
-    """The planted outputs go on behind the end: steps accept tokens that must be thrown away."""
+    """The planted outputs continue after the end: steps accept tokens that must be discarded."""
     free = expected.free
     with planted(free.prompts, free.outputs, VOCAB, miss=0.0):
         got = complete(llm, free.prompts, greedy(TOKENS, **EOS))
@@ -233,7 +233,7 @@ def test_several_samples_of_a_prompt(llm: LLM, expected: Expected) -> None:
 
 
 def test_arrivals_and_aborts(llm: LLM, expected: Expected) -> None:
-    """Requests come while others decode, and every fourth is aborted on its way."""
+    """Requests arrive while others decode, and every fourth is aborted during decoding."""
     free = expected.free
     arrivals = [(3 * i, prompt, greedy(TOKENS)) for i, prompt in enumerate(free.prompts)]
     aborts = {i: 5 + i for i in range(0, len(arrivals), 4)}
@@ -247,14 +247,14 @@ def test_arrivals_and_aborts(llm: LLM, expected: Expected) -> None:
         else:
             assert got[i] == completion
     assert len({len(step) for step in steps}) > sized(4, 2) and len(mixed(steps)) > sized(10, 3)
-    assert llm.reset_prefix_cache(), "a block is still held"
+    assert llm.reset_prefix_cache(), "a block is still in use"
 
 
 @pytest.mark.parametrize(
     "tree", sized(["mc_sim_7b_63", TREE], [TREE]), ids=sized(["63", "14"], ["14"])
 )
 def test_preemption(chaotic_llama: str, random_heads: str, tree: Any) -> None:
-    """Too few blocks for eight requests: some are thrown out and start over."""
+    """Too few blocks for eight requests: some are preempted and restarted."""
     tokens = sized(96, 40)
     prompts = random_prompts(sized(16, 5), VOCAB, shortest=20, longest=100, seed=41)
     options = {"max_model_len": 320, "block_size": BLOCK, "max_num_seqs": 8}

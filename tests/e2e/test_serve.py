@@ -1,4 +1,4 @@
-"""`vllm-medusa serve` as a user starts it, and the official `openai` client as a user calls it."""
+"""`vllm-medusa serve` as started by a user, with the official `openai` client."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rendered(chat: list[dict[str, str]]) -> str:
 
 @pytest.fixture(scope="module")
 def offline() -> dict[str, list[Answer]]:
-    """Plain vLLM's answers, without a server and without heads."""
+    """Plain vLLM's answers, without server and heads."""
 
     def answers(llm: Any, texts: list[str], **options: Any) -> list[Answer]:
         ids = [{"prompt_token_ids": tokenizer().encode(text)} for text in texts]
@@ -85,7 +85,7 @@ class Server:
     process: psutil.Process
 
     def metric(self, name: str) -> list[float]:
-        """Its values, one for each of its labels."""
+        """Its values, one per label set."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as reply:
             text = reply.read().decode()
         found = re.findall(rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
@@ -100,7 +100,7 @@ def free_port() -> int:
 
 
 def arguments(port: int, folder: Path) -> list[str]:
-    """What follows `vllm-medusa serve`."""
+    """Arguments of `vllm-medusa serve`."""
     (folder / "chat.jinja").write_text(TEMPLATE)
     return [
         TARGET, "--speculative-model", HEADS,
@@ -147,12 +147,12 @@ def wait_until_up(runs: Callable[[], bool], url: str, log: Path) -> None:
 
 
 def stop_group(process: subprocess.Popen[bytes]) -> None:
-    """End the server, then whatever of its own process group is left."""
+    """End the server, then the remaining processes of its group."""
     process.send_signal(signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         process.wait(60)
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
+        os.killpg(process.pid, signal.SIGKILL)  # it is a session leader
     process.wait(60)
 
 
@@ -200,7 +200,7 @@ def test_seeded_completions(server: Server, offline: dict[str, list[Answer]]) ->
         )  # fmt: skip
 
 
-def test_a_bad_request_gets_a_400_and_the_server_goes_on(
+def test_a_bad_request_gets_a_400_and_the_server_continues(
     server: Server, offline: dict[str, list[Answer]]
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="min_p"):
@@ -210,8 +210,8 @@ def test_a_bad_request_gets_a_400_and_the_server_goes_on(
     test_completions(server, offline)
 
 
-def test_request_options_travel_as_text(server: Server) -> None:
-    """Typical acceptance for one request; nested dicts can't come this way."""
+def test_request_options_as_text(server: Server) -> None:
+    """Typical acceptance for one request; nested dicts are not possible here."""
 
     def ask(options: str) -> str:
         return (
@@ -232,7 +232,7 @@ def test_request_options_travel_as_text(server: Server) -> None:
 
 
 def test_tool_calls(server: Server) -> None:
-    """What the model has to call holds to the schema, whole and streamed, and is drafted for."""
+    """A forced tool call follows the schema, streamed or not, and is drafted."""
     fields = {
         "city": {"type": "string", "enum": ["Paris", "Berlin", "San Francisco"]},
         "days": {"type": "integer", "minimum": 1, "maximum": 7},
@@ -240,16 +240,16 @@ def test_tool_calls(server: Server) -> None:
     schema = {"type": "object", "properties": fields, "required": list(fields)}
     parameters = schema | {"additionalProperties": False}
     function = {"name": "weather", "strict": True, "parameters": parameters}
-    asked = {
+    given = {
         "model": "demo", "messages": CHATS[0], "temperature": 0, "max_tokens": 120,
         "tools": [{"type": "function", "function": function}],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
     }  # fmt: skip
     before = server.metric("spec_decode_num_accepted_tokens_total")[0]
-    reply = server.client.chat.completions.create(**asked)
+    reply = server.client.chat.completions.create(**given)
     assert reply.choices[0].message.tool_calls, reply
     [call] = reply.choices[0].message.tool_calls
-    chunks = server.client.chat.completions.create(**asked, stream=True)
+    chunks = server.client.chat.completions.create(**given, stream=True)
     parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
     streamed = "".join(part.function.arguments or "" for part in parts)
     arguments = json.loads(call.function.arguments)
@@ -257,11 +257,11 @@ def test_tool_calls(server: Server) -> None:
     assert arguments["city"] in fields["city"]["enum"] and arguments["days"] in range(1, 8)
     tokens = reply.usage.completion_tokens
     accepted = server.metric("spec_decode_num_accepted_tokens_total")[0] - before
-    assert accepted > tokens / 2  # of two answers; most of it the schema forces
+    assert accepted > tokens / 2  # of two answers; most tokens are forced by the schema
 
 
 def test_metrics_count_drafts(server: Server) -> None:
-    """All come from another process than the one that answers."""
+    """All are recorded in another process than the server's."""
     names = (
         *(f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")),
         *("spec_decode_num_accepted_tokens_per_pos", "medusa_steps", "medusa_nodes"),
@@ -273,7 +273,7 @@ def test_metrics_count_drafts(server: Server) -> None:
         for name, values in zip(names, before, strict=True)
     )
     assert 0 < drafts < 30 and 0 < accepted <= 30
-    assert len(per_depth) == 5  # heads, so depths
+    assert len(per_depth) == 5  # number of heads, so of depths
     assert sum(per_depth) == accepted and per_depth == sorted(per_depth, reverse=True)
     assert 4 * drafts < tokens <= NODES * drafts and nodes == tokens
     assert (tree, prefill, plain) == (drafts, 1, 0) and heads <= 1  # whose drafts end the text
@@ -281,7 +281,7 @@ def test_metrics_count_drafts(server: Server) -> None:
 
 
 def idle(server: Server, seconds: float = 120) -> bool:
-    """Whether the engine has nothing left to do, soon."""
+    """Whether the engine becomes idle in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if not sum(server.metric("num_requests_running") + server.metric("num_requests_waiting")):
@@ -297,8 +297,8 @@ def stream_of_many(server: Server, prompt: str, tokens: int = 900) -> Any:
     )  # fmt: skip
 
 
-def test_64_clients_at_a_time(server: Server, offline: dict[str, list[Answer]]) -> None:
-    """Some clients disconnect, some requests are invalid; the others get plain's answers."""
+def test_64_concurrent_clients(server: Server, offline: dict[str, list[Answer]]) -> None:
+    """Some clients disconnect, some requests are invalid; the others get plain vLLM's answers."""
     texts, expected = prompts(), offline["greedy"]
 
     def ask(number: int) -> bool:
@@ -317,7 +317,7 @@ def test_64_clients_at_a_time(server: Server, offline: dict[str, list[Answer]]) 
 
     with ThreadPoolExecutor(64) as clients:
         assert all(clients.map(ask, range(64)))
-    assert idle(server), "requests of clients that went away run on"
+    assert idle(server), "requests of disconnected clients are still running"
 
 
 def test_a_client_that_never_reads(server: Server, offline: dict[str, list[Answer]]) -> None:
@@ -332,20 +332,20 @@ def test_a_client_that_never_reads(server: Server, offline: dict[str, list[Answe
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("given", "words"),
     [
         ({"budget": "x"}, "budget is 'x'; give \"auto\""),
         ({"tree": "x"}, "no preset or file 'x'"),
         ({"method": "ngram"}, "--speculative-config['method'] is 'ngram'"),
     ],
 )
-def test_what_is_refused_is_said_without_a_traceback(
-    asked: dict[str, str], words: str, capfd: Any, monkeypatch: pytest.MonkeyPatch
+def test_refusals_have_no_traceback(
+    given: dict[str, str], words: str, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", sys.argv)
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        config = json.dumps(asked)
+        config = json.dumps(given)
         flags = ["--speculative-model", HEADS, "--speculative-config", config, "--port", "0"]
         assert serve.run([TARGET, *flags]) == 2
     finally:
@@ -357,7 +357,7 @@ def test_what_is_refused_is_said_without_a_traceback(
 
 @contextmanager
 def forked(arguments: list[str], log: Path) -> Iterator[int]:
-    """`vllm-medusa serve` in a fork of this process, which has imported vLLM; its process id."""
+    """`vllm-medusa serve` in a fork of this process, which has vLLM imported; its process id."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -381,7 +381,7 @@ def forked(arguments: list[str], log: Path) -> Iterator[int]:
 
 
 def test_a_killed_engine_ends_all(tmp_path: Path) -> None:
-    """Amid streams: who waits hears of it, the server ends with a status, no process is left."""
+    """During streams: open requests fail, the server exits with a status, no process is left."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with forked(arguments(port, tmp_path), tmp_path / "log") as pid:
@@ -392,14 +392,14 @@ def test_a_killed_engine_ends_all(tmp_path: Path) -> None:
         engine = max(process.children(), key=lambda child: child.memory_info().rss)
         streams = [iter(stream_of_many(server, prompts()[0]))]
         next(streams[0])
-        engine.suspend()  # or a loaded machine may end the first stream before the last begins
+        engine.suspend()  # otherwise the first stream may end before the last starts
         streams += [iter(stream_of_many(server, prompt)) for prompt in prompts()[1:]]
         engine.kill()
         for stream in streams:
             with pytest.raises(openai.APIError, match="EngineCore encountered an issue"):
                 for _ in stream:
                     pass
-        with pytest.raises(openai.APIError, match=r"EngineCore|Connection"):  # and it ends at once
+        with pytest.raises(openai.APIError, match=r"EngineCore|Connection"):  # ends immediately
             client.completions.create(model="demo", prompt="def")
         end = time.monotonic() + 120
         ended = (0, 0)
@@ -411,14 +411,14 @@ def test_a_killed_engine_ends_all(tmp_path: Path) -> None:
 
 
 def test_sigterm_amid_streams_ends_all(server: Server) -> None:
-    """The last test: the server is gone then, and so is its engine."""
+    """The last test: it ends the server and its engine."""
     family = [server.process, *server.process.children(recursive=True)]
     assert len(family) > 1
     streams = [iter(stream_of_many(server, prompt)) for prompt in prompts()]
     for stream in streams:
         next(stream)
     server.process.terminate()
-    for stream in streams:  # a clean end or an error, and no waiting for ever
+    for stream in streams:  # a clean end or an error, without hanging
         with suppress(openai.APIError, httpx.HTTPError):
             for _ in stream:
                 pass

@@ -1,4 +1,4 @@
-"""Drafts of heads overfitted to a text are all accepted in a real vLLM."""
+"""All drafts of heads overfitted to a text are accepted in a real vLLM."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from vllm_medusa.training.target import Target
 pytestmark = pytest.mark.engine
 
 
-def test_tau_is_its_maximum_on_a_text_known_by_heart(tmp_path: Path) -> None:
+def test_tau_is_maximal_on_a_memorized_text(tmp_path: Path) -> None:
     path = save_model(tmp_path / "target", "Llama", tie_word_embeddings=True)
     target = Target.load(path)
     record, made = overfit(target, tmp_path / "run", draft_vocab=64)

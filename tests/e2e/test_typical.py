@@ -1,7 +1,7 @@
-"""Typical acceptance in the engine: equal to the oracle on the same random numbers.
+"""Typical acceptance in the engine: equal to the oracle with the same random numbers.
 
-It accepts what the target finds plausible, so its tokens are not plain vLLM's; decode.py, with
-vLLM's way to draw, says what they must be, step by step.
+It accepts plausible tokens, so its tokens differ from plain vLLM's; decode.py, with
+vLLM's sampling method, computes the expected ones, step by step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def plain(prompts: Prompts) -> dict[str, list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def llm(plain: object) -> Iterator[LLM]:
-    """Typical for every request that does not say otherwise."""
+    """Typical for every request without an option of its own."""
     options = {"mode": "typical", "epsilon": 0.2, "delta": 0.4}
     with engine(TARGET, medusa(HEADS, TREE.to_lists(), acceptance=options)) as llm:
         yield llm
@@ -74,7 +74,7 @@ def run(
 
 
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-    # what the oracle is told, and the request; None: the engine's own default
+    # options of the oracle and of the request; None: the engine's default
     "engine_wide": ({"epsilon": 0.2, "delta": 0.4}, None),
     "overridden": ({"epsilon": 0.02, "delta": 0.4}, {"epsilon": 0.02}),
     "greedy_root": ({"epsilon": 0.2, "delta": 0.4, "greedy_root": True}, {"greedy_root": True}),
@@ -108,7 +108,7 @@ def oracle(prompts: Prompts) -> Any:
 
 
 def first_draw_of_v2(prompt: list[int], seed: int) -> Draw:
-    """The draw behind the prompt, as V2 makes it; with greedy_root there is no other."""
+    """The sample after the prompt, as in V2; with greedy_root there is no other."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
     def draw(logits: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
@@ -129,10 +129,10 @@ def first_draw_of_v2(prompt: list[int], seed: int) -> Draw:
 def test_equals_the_oracle(
     llm: LLM, oracle: Any, prompts: Prompts, rule: str, sampling: str
 ) -> None:
-    told, asked = RULES[rule]
-    extra = {} if asked is None else {"extra_args": {"medusa": asked}}
+    oracle_rule, requested = RULES[rule]
+    extra = {} if requested is None else {"extra_args": {"medusa": requested}}
     params = seeded(COUNT, 70, **SAMPLING[sampling], **extra)
-    expected = oracle(told, [param.seed for param in params], **SAMPLING[sampling])
+    expected = oracle(oracle_rule, [param.seed for param in params], **SAMPLING[sampling])
     got, steps = run(llm, prompts, params)
     for prompt, outcome, result in zip(prompts, got, expected, strict=True):
         assert list(outcome.tokens) == result.token_ids
@@ -142,17 +142,17 @@ def test_equals_the_oracle(
 
 
 def test_all_rules_and_parameters_in_one_batch(llm: LLM, oracle: Any, prompts: Prompts) -> None:
-    """Every request keeps to its own; lossless and greedy neighbours stand between them."""
+    """Every request keeps its own rule; lossless and greedy requests are between them."""
     kinds = [(rule, sampling) for sampling in SAMPLING for rule in RULES]
     batch, params, expected = [], [], []
     for number, (rule, sampling) in enumerate(kinds):
-        told, asked = RULES[rule]
-        prompt = [*prompts[number % 6], 100 + number]  # no two requests have the same
-        extra = {} if asked is None else {"extra_args": {"medusa": asked}}
-        (neighbour,) = seeded(1, 1, temperature=0.9 * (number % 2), extra_args=LOSSLESS)
-        params += [*seeded(1, number, **SAMPLING[sampling], **extra), neighbour]
+        oracle_rule, requested = RULES[rule]
+        prompt = [*prompts[number % 6], 100 + number]  # all prompts are distinct
+        extra = {} if requested is None else {"extra_args": {"medusa": requested}}
+        (other,) = seeded(1, 1, temperature=0.9 * (number % 2), extra_args=LOSSLESS)
+        params += [*seeded(1, number, **SAMPLING[sampling], **extra), other]
         batch += [prompt, prompts[number % 6]]
-        expected += oracle(told, [number], [prompt], **SAMPLING[sampling])
+        expected += oracle(oracle_rule, [number], [prompt], **SAMPLING[sampling])
     got, steps = run(llm, batch, params)
     for prompt, outcome, result in zip(batch[::2], got[::2], expected, strict=True):
         assert list(outcome.tokens) == result.token_ids
@@ -166,10 +166,10 @@ def test_accepts_more_than_lossless(llm: LLM, prompts: Prompts) -> None:
     assert mean_accepted(many) > 1.15 * mean_accepted(few) > 0
 
 
-def test_lossless_beside_typical(
+def test_lossless_and_typical_together(
     llm: LLM, plain: dict[str, list[Outcome]], prompts: Prompts
 ) -> None:
-    """The lossless requests of a mixed batch are plain vLLM's, tokens and logprobs."""
+    """The lossless requests of a mixed batch have plain vLLM's tokens and logprobs."""
     params = seeded(COUNT, 0, temperature=0.8, logprobs=2, extra_args=LOSSLESS)
     others = seeded(COUNT, 900, temperature=0.8, logprobs=3, repetition_penalty=1.1)
     pairs = [pair for both in zip(params, others, strict=True) for pair in both]
@@ -190,8 +190,10 @@ def test_temperature_0_is_greedy(
 
 
 @pytest.mark.parametrize("greedy_root", [True, False])
-def test_greedy_root_needs_no_luck(llm: LLM, prompts: Prompts, greedy_root: bool) -> None:
-    """The prefill's token is sampled; what follows it is then the same for every seed."""
+def test_greedy_root_does_not_depend_on_the_seed(
+    llm: LLM, prompts: Prompts, greedy_root: bool
+) -> None:
+    """The prefill's token is sampled; the later ones are the same for every seed."""
     extra = {"medusa": {"greedy_root": greedy_root}}
     got = outcomes(llm, [prompts[0]] * 24, seeded(24, 1, temperature=0.8, extra_args=extra))
     firsts = {outcome.tokens[0] for outcome in got}
@@ -200,7 +202,7 @@ def test_greedy_root_needs_no_luck(llm: LLM, prompts: Prompts, greedy_root: bool
 
 
 BANNED = list(range(3, 60))
-ALLOWED = list(range(60, sized(4096, 1080)))  # V2 takes no more than 1024
+ALLOWED = list(range(60, sized(4096, 1080)))  # V2 allows at most 1024
 WITH: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
     "min_tokens": {"min_tokens": 15, "stop_token_ids": list(range(200, sized(1200, 320)))},
@@ -211,7 +213,7 @@ WITH: dict[str, dict[str, Any]] = {
 
 
 def assert_logprobs_belong(results: list[Outcome]) -> None:
-    """Each token has its logprob; the list is the likeliest ones, the first of rank 1."""
+    """Each token has its logprob; the list has the most probable ones, starting at rank 1."""
     for result in results:
         assert result.logprobs is not None and len(result.logprobs) == len(result.tokens)
         for token, entries in zip(result.tokens, result.logprobs, strict=True):
@@ -235,7 +237,7 @@ def teacher_forced(prompts: Prompts, results: list[Outcome]) -> list[torch.Tenso
 
 @pytest.mark.parametrize("name", WITH)
 def test_with_other_parameters(llm: LLM, prompts: Prompts, name: str) -> None:
-    """Nothing crashes, rules hold, and raw logprobs are the target's at the token's place."""
+    """Nothing crashes, rules hold, and raw logprobs are the target's at the token's position."""
     params = seeded(COUNT, 300, temperature=0.8, logprobs=3, **WITH[name])
     got, steps = run(llm, prompts, params)
     assert mean_accepted(steps) > 0.05
@@ -253,7 +255,7 @@ def test_with_other_parameters(llm: LLM, prompts: Prompts, name: str) -> None:
 
 
 def test_logprobs_of_named_tokens(llm: LLM, prompts: Prompts) -> None:
-    """`logprob_token_ids` beside typical acceptance, in requests that name some, fewer or none."""
+    """`logprob_token_ids` with typical acceptance, in requests with some, fewer or no ids."""
     params = seeded(COUNT, 300, temperature=0.8)
     named: list[list[int] | None] = [[5, 6, 7], [5, 6, 7], [9], [5, 6, 7], None, None]
     named = sized(named, [[5, 6, 7], [9], None])
@@ -273,7 +275,7 @@ def test_logprobs_of_named_tokens(llm: LLM, prompts: Prompts) -> None:
 def test_penalties_count_the_path(
     llm: LLM, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every draft repeats its parent's token, which a prohibitive penalty allows once only."""
+    """Every draft repeats its parent's token, which a prohibitive penalty allows only once."""
     draft = MedusaDrafter.draft
 
     def stuttering(self: Any, *args: Any) -> DraftTrees:
@@ -289,13 +291,13 @@ def test_penalties_count_the_path(
     every = prompts * 4
     free, _ = run(llm, every, seeded(len(every), 40, **options))
     got, steps = run(llm, every, seeded(len(every), 40, repetition_penalty=1000.0, **options))
-    assert any(a == b for o in free for a, b in pairwise(o.tokens))  # without it they do repeat
+    assert any(a == b for o in free for a, b in pairwise(o.tokens))  # without it they repeat
     assert mean_accepted(steps) > 0
     assert [o.tokens for o in got if len(set(o.tokens)) < TOKENS] == []
 
 
 def test_processed_logprobs(plain: object, prompts: Prompts) -> None:
-    """They are those of the distribution the token was drawn from: temperature and top-k in."""
+    """They are of the sampled distribution, with temperature and top-k applied."""
     changes = {"logprobs_mode": "processed_logprobs"}
     config = medusa(HEADS, TREE.to_lists(), acceptance="typical")
     with engine(TARGET, config, **changes) as llm:

@@ -1,7 +1,7 @@
-"""Without a seed: the tokens that a step emits together follow the target's joint distribution.
+"""Without seeds: the tokens emitted together in a step follow the target's joint distribution.
 
-Pearson's statistic over all strings of three tokens, against the exact probabilities that the
-target itself states. The drafts come from heads that resemble the target, so most steps accept.
+Pearson's statistic over all strings of three tokens, against exact probabilities from the
+target. The drafts come from heads that resemble the target, so most steps accept.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def sample(llm: LLM, temperature: float, **options: Any) -> tuple[list[tuple[int
 
 
 def p_value(observed: list[tuple[int, ...]], expected: Joint) -> float:
-    """Of Pearson's statistic, by Wilson and Hilferty; cells below 5 are put together."""
+    """Of Pearson's statistic, by Wilson and Hilferty; cells below 5 are pooled."""
     counts = dict.fromkeys(expected, 0)
     for string in observed:
         counts[string] += 1
@@ -79,7 +79,7 @@ def p_value(observed: list[tuple[int, ...]], expected: Joint) -> float:
     cells += [rest] if rest[1] >= 5 else []
     statistic = sum((found - wanted) ** 2 / wanted for found, wanted in cells)
     freedom = len(cells) - 1
-    assert freedom > 50, "too few cells to see anything"
+    assert freedom > 50, "too few cells for the statistic"
     spread = 2 / (9 * freedom)
     z = ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
     return 0.5 * math.erfc(z / math.sqrt(2))
@@ -92,13 +92,13 @@ def test_joint_distribution(llm: LLM, target: str, temperature: float) -> None:
     assert p_value(observed, joint(target, temperature)) > 1e-3
 
 
-def test_the_statistic_sees_a_wrong_temperature(llm: LLM, target: str) -> None:
+def test_the_statistic_detects_a_wrong_temperature(llm: LLM, target: str) -> None:
     observed, _ = sample(llm, 1.0)
     assert p_value(observed, joint(target, 1.3)) < 1e-6
 
 
-def test_the_statistic_sees_typical_acceptance(llm: LLM, target: str) -> None:
-    """It is not lossless; if this looked lossless, the test could not fail."""
+def test_the_statistic_detects_typical_acceptance(llm: LLM, target: str) -> None:
+    """It is not lossless; if it passed here, the test could not fail."""
     observed, accepted = sample(llm, 1.0, extra_args={"medusa": {"acceptance": "typical"}})
     assert accepted > 0.6
     assert p_value(observed, joint(target, 1.0)) < 1e-6

@@ -1,8 +1,8 @@
-"""vLLM 0.33's Python with trees, over the CPU kernels of the vLLM installed here.
+"""vLLM 0.33's Python with trees, over the CPU kernels of the installed vLLM.
 
-Only where its files are (`support.overlay` says how to name them). Each test is a session of its
-own with the other vLLM in front: first our parts of the config, then the same end-to-end tests that
-0.32 has to pass.
+Only if its files are available (see `support.overlay`). Each test runs in a separate
+session with the other vLLM first on the path: first our config code, then the end-to-end tests that
+0.32 passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         python_files_of_033() is None,
-        reason=f"{VARIABLE} does not say where the Python files of vLLM 0.33 are",
+        reason=f"{VARIABLE} does not point to the Python files of vLLM 0.33",
     ),
 ]
 
@@ -132,7 +132,7 @@ def test_the_v1_runner(environment: dict[str, str], file: str, selection: str) -
 
 
 def test_the_v2_runner(environment: dict[str, str]) -> None:
-    pytest.importorskip("triton", reason="the V2 runner needs Triton, if only to interpret it")
+    pytest.importorskip("triton", reason="the V2 runner needs Triton, at least its interpreter")
     run(
         environment, "-p", "support.triton_on_cpu", str(TESTS / "test_equality.py"), "-k", "8_nodes"
     )

@@ -1,7 +1,7 @@
-"""The tests for a GPU need torch, Triton and pytest alone; those that need vLLM are collected too.
+"""The GPU tests need only torch, Triton and pytest; those that need vLLM must still be collected.
 
-Here they run in a process that refuses every other package. Without a GPU it interprets a test of
-each file, so that what the tests and the package import late is there too.
+Here they run in a process that refuses all other packages. Without a GPU it interprets one test of
+each file, so that late imports of tests and package are covered too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from support.interpreter import INTERPRETING
 
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted(path.parent.name for path in ROOT.glob("tests/unit/*/test_kernel.py"))
-QUICK = [  # a test of each file that has some for the interpreter
-    "TestInterpreted and (nothing or wrong_slot or wrong_first or downwards)",
+QUICK = [  # one test of each file that has interpreted ones
+    "TestInterpreted and (empty_batch or wrong_slot or wrong_first or descending)",
     "TestInterpreted and (plain or reason or attention_is_checked)",
 ]
 BARE = """
@@ -64,10 +64,10 @@ def run_bare(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-FILES = [f"tests/unit/{room}/test_kernel.py" for room in KERNELS]
+FILES = [f"tests/unit/{package}/test_kernel.py" for package in KERNELS]
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is a process that a test started")
+@pytest.mark.skipif(INTERPRETING, reason="this process was started by a test")
 def test_all_are_collected():
     pytest.importorskip("vllm", reason="nothing to refuse")
     found = run_bare("--collect-only", "-m", "gpu", *FILES, "tests/gpu")
@@ -76,7 +76,7 @@ def test_all_are_collected():
     assert int(re.search(r"(\d+)(?:/\d+)? tests collected", found)[1]) > 200
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is a process that a test started")
+@pytest.mark.skipif(INTERPRETING, reason="this process was started by a test")
 @pytest.mark.parametrize(
     ("files", "selection"),
     [(FILES, QUICK[0]), (["tests/gpu/test_decode.py", "tests/gpu/test_timing.py"], QUICK[1])],

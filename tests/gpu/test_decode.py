@@ -1,8 +1,8 @@
-"""Do the kernels together decode as plain decoding does? Small models in fp32, under graphs.
+"""All kernels together decode the same tokens as plain decoding: small fp32 models, with graphs.
 
-A plain loop, `benchmarks.gpu.decoder`, whose steps use the kernels of every room. Heads are fitted
-to the plain text, so that paths are accepted, and the tree lists its nodes so that every accepted
-path has to move. Caches are NaN until written. Leaving the compaction out must change the text.
+A plain loop, `benchmarks.gpu.decoder`, whose steps use all kernels. Heads are fitted
+to the plain text, so that paths are accepted, and the node order makes every accepted
+path move. Caches are NaN until written. Omitting the compaction must change the text.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.topology import TokenTree
 
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7], [8, 3, 9], [5, 5, 1, 0, 2, 10, 4, 4, 6, 1, 3, 2, 8, 7, 9, 0, 1])
-TOLERANCE = 1e-3  # of fp32 logits around 1: products of other shapes add in another order
+TOLERANCE = 1e-3  # for fp32 logits around 1: products of other shapes sum in another order
 
 
 class Decoded(NamedTuple):
-    """What a run of steps gave: the texts, and the hidden states [B * N, H] of each step."""
+    """Results of a run: the texts, and the hidden states [B * N, H] of each step."""
 
     texts: list[list[int]]
     hidden: list[Tensor]
 
 
 class Uncompacted(Decoder):
-    """Leaves keys and values where they were scored: wrong, to see that it is noticed."""
+    """Does not move keys and values: wrong, as a negative control."""
 
     def verify(self) -> None:
         from vllm_medusa.sampler.launch import target_verdict
@@ -42,9 +42,9 @@ class Uncompacted(Decoder):
 
 
 def fitted_heads(hidden: Tensor, texts: list[list[int]], vocab: int, count: int = 3) -> HeadLogits:
-    """Heads fitted to these texts: least squares from the hidden states that gave them.
+    """Heads fitted to these texts: least squares from the hidden states that produced them.
 
-    ``hidden`` is [T, B, H], of the position that gave token t of each text.
+    ``hidden`` is [T, B, H], of the position that produced token t of each text.
     """
     length = len(hidden) - count
     states = hidden[:length].flatten(0, 1).double().cpu()  # [S, H]
@@ -57,13 +57,13 @@ def fitted_heads(hidden: Tensor, texts: list[list[int]], vocab: int, count: int 
 
 
 def a_tree(nodes: int) -> TokenTree:
-    """Three deep, the best choices last on each level, so that an accepted path has to move."""
+    """Depth 3, with the best choices last on each level, so that accepted paths have to move."""
     paths = TokenTree.dense((4, 4, 3)).prefix(nodes).paths
     return TokenTree(tuple(sorted(paths, key=lambda path: (len(path), [-rank for rank in path]))))
 
 
 class Cases:
-    """What both the interpreter and a GPU must pass."""
+    """Cases for both the interpreter and a GPU."""
 
     device: str
     shape: ModelShape
@@ -73,21 +73,21 @@ class Cases:
     def target(self) -> Target:
         return Target(self.shape, torch.float32, self.device, positions=2048)
 
-    def asked(self) -> list[list[int]]:
+    def inputs(self) -> list[list[int]]:
         return [[t % self.shape.vocab for t in prompt] for prompt in PROMPTS[: self.prompts]]
 
     def decode(self, kind, target, tree=None, heads=None) -> Decoded:
-        """At least ``tokens`` tokens for every prompt."""
-        asked = self.asked()
-        most = self.tokens * (1 if tree is None else tree.max_depth + 1)
-        capacity = max(map(len, asked)) + most + (1 if tree is None else tree.num_nodes)
-        decoder = kind(target, [1] * len(asked), capacity, tree, heads)
+        """At least ``tokens`` tokens per prompt."""
+        inputs = self.inputs()
+        maximum = self.tokens * (1 if tree is None else tree.max_depth + 1)
+        capacity = max(map(len, inputs)) + maximum + (1 if tree is None else tree.num_nodes)
+        decoder = kind(target, [1] * len(inputs), capacity, tree, heads)
         step = (capture if self.device == "cuda" else run_once)(decoder.step)
         for cache in decoder.caches:
             cache.fill_(float("nan"))
-        for request, prompt in enumerate(asked):
+        for request, prompt in enumerate(inputs):
             decoder.prefill(request, prompt)
-        decoded = Decoded([[] for _ in asked], [])
+        decoded = Decoded([[] for _ in inputs], [])
         while min(map(len, decoded.texts)) < self.tokens:
             step()
             for text, new in zip(decoded.texts, decoder.emitted(), strict=True):
@@ -108,17 +108,17 @@ class Cases:
         assert any(a[: self.tokens] != b[: self.tokens] for a, b in pairs)
 
     def check_logits(self, nodes: int) -> None:
-        """Logits at every node against those behind its path as a plain text."""
+        """Logits at every node against those after its path as plain text."""
         target, tree = self.target(), a_tree(nodes)
         hidden = torch.randn(4, 1, self.shape.hidden).to(self.device)
         heads = fitted_heads(hidden, [[0, 1, 2, 3]], self.shape.vocab)  # of any kind
-        asked = self.asked()
-        decoder = Decoder(target, [1] * len(asked), 64 + nodes, tree, heads)
-        for request, prompt in enumerate(asked):
+        inputs = self.inputs()
+        decoder = Decoder(target, [1] * len(inputs), 64 + nodes, tree, heads)
+        for request, prompt in enumerate(inputs):
             decoder.prefill(request, prompt)
         decoder.score()
-        scored = decoder.logits.view(len(asked), nodes, -1)
-        for request, prompt in enumerate(asked[: 1 if self.device == "cpu" else None]):
+        scored = decoder.logits.view(len(inputs), nodes, -1)
+        for request, prompt in enumerate(inputs[: 1 if self.device == "cpu" else None]):
             plain = Decoder(target, [1], 64 + nodes)
             row = decoder.tokens[request].tolist()
             for node in range(nodes):
@@ -131,11 +131,11 @@ class Cases:
                 assert off < TOLERANCE
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="runs in a process whose Triton interprets, see below")
+@pytest.mark.skipif(not INTERPRETING, reason="runs in a process that interprets Triton, see below")
 class TestInterpreted(Cases):
     device, shape, tokens, prompts = "cpu", TINY, 8, 2
 
-    def test_a_tree_decodes_as_plain(self):
+    def test_tree_decoding_equals_plain_decoding(self):
         self.check_text(9)
 
     def test_logits_at_the_nodes(self):
@@ -148,14 +148,14 @@ class TestOnGpu(Cases):
     device, shape, tokens, prompts = "cuda", SMALL, 120, 3
 
     @pytest.mark.parametrize("nodes", [16, 64])
-    def test_a_tree_decodes_as_plain(self, nodes: int):
+    def test_tree_decoding_equals_plain_decoding(self, nodes: int):
         self.check_text(nodes)
 
     def test_logits_at_the_nodes(self):
         self.check_logits(16)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
+@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
 def test_in_a_process_that_interprets():
     pytest.importorskip("triton")
     run_interpreting(__file__, "TestInterpreted")

@@ -1,11 +1,11 @@
 """With vLLM on a GPU: the demo's target with trees gives plain vLLM's tokens, greedy and seeded.
 
-Tokens are compared in fp32. vLLM's Triton attention would round fp32 to TF32, ours never does; both
-engines are told not to. The engines of one mode start at the same time, each in a process of its
-own, so that a mode takes as long as its slowest engine: `-k eager`, `-k graphs`, `-k compiled`.
+Tokens are compared in fp32. vLLM's Triton attention would round fp32 to TF32, unlike ours; both
+engines disable this. The engines of one mode start concurrently, each in its own
+process, so that a mode takes as long as its slowest engine: `-k eager`, `-k graphs`, `-k compiled`.
 
-Once warm, no step with trees may compile a kernel of ours (vLLM says when
-one does) or wait for the device in a line of ours (vLLM watches where it is told to; only eagerly).
+After warm-up, no step with trees may compile one of our kernels (reported by vLLM)
+or wait for the device in our code (vLLM watches configured regions; only when eager).
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ import json, sys
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    trees = "speculative_config" in asked["engine"]
+    task = json.loads(sys.argv[1])
+    trees = "speculative_config" in task["engine"]
     if trees:  # a checkout that isn't installed has no entry point
         from vllm_medusa.plugin import register
         register()
-    llm = LLM(**asked["engine"])
+    llm = LLM(**task["engine"])
     config = llm.llm_engine.vllm_config
     if trees != ("medusa" in (config.additional_config or {})):  # vLLM has a Medusa of its own
-        raise RuntimeError(f"trees were asked for: {trees}; {config.parallel_config.worker_cls=}")
+        raise RuntimeError(f"trees were requested: {trees}; {config.parallel_config.worker_cls=}")
     found = {}
-    for temperature in asked["temperatures"]:
-        params = SamplingParams(temperature=temperature, seed=1, max_tokens=asked["tokens"])
-        llm.generate(asked["prompts"][:1], params, use_tqdm=False)
-        outputs = llm.generate(asked["prompts"], params, use_tqdm=False)
+    for temperature in task["temperatures"]:
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=task["tokens"])
+        llm.generate(task["prompts"][:1], params, use_tqdm=False)
+        outputs = llm.generate(task["prompts"], params, use_tqdm=False)
         found[str(temperature)] = [list(output.outputs[0].token_ids) for output in outputs]
     print("FOUND" + json.dumps(found))
 """
 
 
 class Engine:
-    """An engine in a process of its own, which generates and ends."""
+    """An engine in a separate process, which generates and exits."""
 
     def __init__(self, engine: dict[str, Any], folder: Path, **environment: str):
         lines = (ROOT / "tests/assets/prompts.jsonl").read_text(encoding="utf-8").splitlines()
         prompts = [json.loads(line)["prompt"] for line in lines[:PROMPTS]]
-        asked = {"engine": engine, "prompts": prompts, "temperatures": [0.0, 0.8]}
+        task = {"engine": engine, "prompts": prompts, "temperatures": [0.0, 0.8]}
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.output = folder / "output.txt"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", ENGINE, json.dumps(asked | {"tokens": TOKENS})],
+                [sys.executable, "-c", ENGINE, json.dumps(task | {"tokens": TOKENS})],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={
@@ -84,7 +84,7 @@ class Engine:
             )
 
     def wait(self) -> tuple[dict[str, Any], str]:
-        """Token ids by temperature, and what it printed."""
+        """Token ids by temperature, and its output."""
         code = self.process.wait(SECONDS)
         said = self.output.read_text()
         assert code == 0, said[-4000:]
@@ -94,7 +94,7 @@ class Engine:
 
 @pytest.fixture(scope="module", params=MODES)
 def engines(request: Any, tmp_path_factory: Any) -> Iterator[tuple[str, dict[str, Engine]]]:
-    """All engines of a mode: plain vLLM's, and one for each kind of trees."""
+    """All engines of a mode: plain vLLM's, and one per kind of tree."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     mode = request.param
     plain = MODES[mode] | {
@@ -102,9 +102,9 @@ def engines(request: Any, tmp_path_factory: Any) -> Iterator[tuple[str, dict[str
         "dtype": "float32",
         "max_model_len": 512,
         "enable_prefix_caching": False,
-        "gpu_memory_utilization": 0.1,  # of what is free when it starts; the next line counts
+        "gpu_memory_utilization": 0.1,  # required free share at start; the next line sets the size
         "kv_cache_memory_bytes": 1 << 30,
-        "attention_backend": "TRITON_ATTN",  # what ours stands in for
+        "attention_backend": "TRITON_ATTN",  # replaced by ours
     }
     started = {"plain": Engine(plain, tmp_path_factory.mktemp("plain"))}
     watch = WATCH if mode == "eager" else {}
@@ -119,12 +119,12 @@ def engines(request: Any, tmp_path_factory: Any) -> Iterator[tuple[str, dict[str
 
 
 def compiled_late(output: str) -> set[str]:
-    """Kernels that vLLM's monitor saw being compiled once the engine was warm."""
+    """Kernels that vLLM's monitor reported as compiled after warm-up."""
     return set(re.findall(r"compilation during inference: (?:\w+\.)*(\w+)", output))
 
 
 def waited(output: str) -> set[str]:
-    """Where (file and line) vLLM saw a step of ours wait for the device."""
+    """Lines of our code (file and line) where vLLM reported a sync."""
     return set(re.findall(r"(\S*vllm_medusa\S*\.py:\d+): UserWarning: .*synchron", output))
 
 
@@ -159,7 +159,7 @@ def test_trees_give_plain_tokens(engines: tuple[str, dict[str, Engine]], trees: 
         ("/x/vllm/worker/a.py:7: UserWarning: called a synchronizing CUDA operation", 0, 0),
     ],
 )
-def test_what_vllm_says_is_understood(said: str, compiled: int, lines: int):
-    """Negative controls of the two watches."""
+def test_messages_of_vllm_are_recognized(said: str, compiled: int, lines: int):
+    """Negative controls of both checks."""
     assert len(compiled_late(said) & own_kernels()) == compiled
     assert len(waited(said)) == lines

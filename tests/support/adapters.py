@@ -1,4 +1,4 @@
-"""Targets of several families, and adapters that look as if they had been trained."""
+"""Targets of several families, and adapters that resemble trained ones."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ FAMILIES = {
 
 
 def disturb(adapted: Any, scale: float = 0.02) -> None:
-    """No matrix of the adapter is zero any more."""
+    """Make every matrix of the adapter nonzero."""
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in lora.adapter_parameters(adapted).values():

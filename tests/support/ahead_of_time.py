@@ -1,7 +1,7 @@
-"""Compile what a call would launch, as it would launch it, for GPUs that aren't there.
+"""Compile the kernels that a call would launch, for GPUs that are not present.
 
-The interpreter runs Triton's language as Python and so takes much that no compiler does. Here the
-call's own arguments choose types and constants; nothing is launched, so what it returns is garbage.
+The interpreter runs Triton's language as Python and so accepts code that no compiler does. Here the
+call's own arguments determine types and constants; nothing is launched, so results are garbage.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ GENERATIONS = (80, 90, 100)  # A100, H100, B200
 
 
 class _Driver:
-    """Just enough of a driver to say what to compile for."""
+    """A minimal driver that selects the compilation target."""
 
     def __init__(self, capability: int):
         from triton.backends.compiler import GPUTarget
 
         self.target = GPUTarget("cuda", capability, 32)
-        self.device = capability  # compiled kernels are kept by device
+        self.device = capability  # compiled kernels are cached by device
 
     def get_current_target(self) -> Any:
         return self.target
@@ -34,7 +34,7 @@ class _Driver:
 
 @contextmanager
 def compiling(capability: int) -> Iterator[dict[str, Any]]:
-    """Launches compile only; yields the compiled kernels by name."""
+    """Launches only compile; yields the compiled kernels by name."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -59,7 +59,7 @@ def compiling(capability: int) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def needed(capability: int = 90) -> Iterator[set[tuple[str, str]]]:
-    """Launches do nothing; yields which kernels would have to be compiled: name, and key."""
+    """Launches do nothing; yields the kernels that would be compiled: name and key."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -70,7 +70,7 @@ def needed(capability: int = 90) -> Iterator[set[tuple[str, str]]]:
 
     before, compile_it = driver._active, JITFunction._do_compile
     active = _Driver(capability)
-    active.device = -capability  # for which nothing was compiled
+    active.device = -capability  # for which nothing has been compiled
     driver.set_active(active)
     JITFunction._do_compile = note
     try:

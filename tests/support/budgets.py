@@ -1,4 +1,4 @@
-"""What the scheduler of an engine in this process decides by, and other decisions in its place."""
+"""The budget policy of an engine in this process, and replacements for it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def scheduler_of(llm: LLM) -> Any:
 
 
 def policy_of(llm: LLM) -> Auto:
-    """What its automatic budget decides by."""
+    """Its automatic budget policy."""
     policy = scheduler_of(llm).policy
     assert isinstance(policy, Auto)
     return policy
 
 
 def verify_all(patch: pytest.MonkeyPatch, policy: Auto, per_request: int = 255) -> None:
-    """Draft as much as there can be, and verify as much as there is room for."""
+    """Draft the maximum, and verify as much as there is room for."""
 
     def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:
         nodes = Nodes.of(drafts)
@@ -41,11 +41,11 @@ def fickle(
     llm: LLM,
     drafting: float = 0.8,
     preempting: bool = False,
-    most_each: int = 255,
+    max_each: int = 255,
 ) -> list[int]:
-    """Budgets that change with every step: nothing, all there is room for, something between.
+    """Budgets that change with every step: nothing, the maximum, or something in between.
 
-    If ``preempting``, cache blocks are no concern: requests have to make room for drafts.
+    If ``preempting``, free cache blocks are ignored: requests are preempted for drafts.
     """
     generator, taken = np.random.default_rng(0), []
     policy = policy_of(llm)
@@ -54,15 +54,15 @@ def fickle(
 
     def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:
         nodes = Nodes.of(drafts)
-        most = max(0, min(len(nodes.survival), room, most_each * requests))
-        taken.append(int(generator.integers(0, most + 1)))
+        maximum = max(0, min(len(nodes.survival), room, max_each * requests))
+        taken.append(int(generator.integers(0, maximum + 1)))
         return best(nodes, nodes.survival, taken[-1])
 
     patch.setattr(policy, "counts", counts)
-    most = policy.max_drafts
-    limits = [1, 2, 3, *[most] * 5]  # few heads now and then, none now and then
-    if policy.even:  # what is drafted is verified
-        limits = list(range(min(most, most_each) + 1))
+    maximum = policy.max_drafts
+    limits = [1, 2, 3, *[maximum] * 5]  # sometimes few heads, sometimes none
+    if policy.even:  # all drafts are verified
+        limits = list(range(min(maximum, max_each) + 1))
 
     def limit(*_: Any) -> int:
         found = int(generator.choice(limits)) if generator.random() < drafting else 0

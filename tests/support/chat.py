@@ -24,15 +24,15 @@ VICUNA = (
     "USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-PHI_3 = (  # ends the whole conversation, but no prompt, with a token of its own
+PHI_3 = (  # ends a conversation, but not a prompt, with a special token
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}"
 )
-GLM_4 = (  # nothing of the assistant's own ends its turn
+GLM_4 = (  # no end token for the assistant's turn
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-FORGETFUL = (  # drops the reasoning of all answers but the last
+FORGETFUL = (  # drops the reasoning of all answers except the last
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

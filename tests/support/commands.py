@@ -1,4 +1,4 @@
-"""Commands as a user types them, run in this process."""
+"""Run commands in this process as a user would type them."""
 
 import pytest
 
@@ -6,12 +6,12 @@ from vllm_medusa import cli
 
 
 def run(*words: object) -> int:
-    """Run `vllm-medusa` with these words; its exit status."""
+    """Run `vllm-medusa` with these arguments; returns its exit status."""
     with pytest.raises(SystemExit) as ended:
         cli.main([str(word) for word in words])
     return int(ended.value.code or 0)
 
 
 def said(captured: pytest.CaptureFixture[str]) -> str:
-    """What went to standard error since the last call, on one line."""
+    """Standard error since the last call, on one line."""
     return " ".join(captured.readouterr().err.split())

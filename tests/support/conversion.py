@@ -12,6 +12,6 @@ from vllm_medusa.convert.options import ConvertOptions
 def convert(
     source: str | Path, to: str, output: Path, *, provenance: Any = None, **options: Any
 ) -> job.Conversion:
-    """`vllm_medusa.convert.job.convert` with its options given one by one."""
-    asked = ConvertOptions(source=str(source), to=to, output=output, **options)
-    return job.convert(asked, provenance=provenance)
+    """`vllm_medusa.convert.job.convert` with its options as keyword arguments."""
+    given = ConvertOptions(source=str(source), to=to, output=output, **options)
+    return job.convert(given, provenance=provenance)

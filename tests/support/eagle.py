@@ -1,7 +1,7 @@
-"""Small EAGLE drafters in plain torch: the dense forward pass of a path, written apart from ours.
+"""Small EAGLE drafters in plain torch: an independent dense forward pass of a path.
 
-`trained_drafter` makes one that knows a target's outputs by heart, so that drafts are accepted;
-what it has not seen it guesses at random.
+`trained_drafter` creates one that memorized a target's outputs, so that drafts are accepted;
+on other texts it is random.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer whose first half of the input are embeddings."""
+    """One decoder layer; the first half of its input are embeddings."""
 
     def __init__(
         self, hidden: int, heads: int, key_heads: int, head_size: int, inputs: int | None = None
@@ -118,7 +118,7 @@ class Eagle3(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, model: Any) -> Eagle3:
-        """What is stored in SafeAILab's names, with the same sizes of heads as by default."""
+        """Stored weights in SafeAILab's names, with the default head sizes."""
         tensors = load_file(folder / "model.safetensors")
         layers = json.loads((folder / "config.json").read_text())[
             "eagle_aux_hidden_state_layer_ids"
@@ -134,17 +134,17 @@ class Eagle3(nn.Module):
         return drafter
 
     def combine(self, features: Tensor) -> Tensor:
-        """What the target's hidden states are to the layer: [..., 3H] -> [..., H]."""
+        """The layer's input from the target's hidden states: [..., 3H] -> [..., H]."""
         return self.fc(features)
 
     def features(self, model: Any, ids: Tensor) -> Tensor:
-        """What it reads of a transformers target: int64 [B, T] -> [B, T, 3H]."""
+        """The features of a transformers target: int64 [B, T] -> [B, T, 3H]."""
         return features_of(model, ids, self.layers)[0]
 
     def step(
         self, tokens: Tensor, states: Tensor, past: Any = (), seen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Any]:
-        """Run entries whose tokens (int64 [B, T]) and states [B, T, H] are given.
+        """Run entries with given tokens (int64 [B, T]) and states [B, T, H].
 
         ``past``: keys and values of earlier steps; ``seen``: bool [T, keys], None for causal.
         Returns normed and unnormed states, and the step's keys and values.
@@ -163,7 +163,7 @@ class Eagle3(nn.Module):
 
     @torch.no_grad()
     def dense(self, tokens: Tensor, features: Tensor, path: Sequence[int]) -> tuple[Tensor, Any]:
-        """Logits [V_draft] after a path of tokens below exact entries, and all keys and values.
+        """Logits [V_draft] after a path of tokens following exact entries, and all keys and values.
 
         Args:
             tokens: int64 [T], the token after each exact position.
@@ -180,7 +180,7 @@ class Eagle3(nn.Module):
         return self.lm_head(normed[0, -1]), cache
 
     def save(self, folder: Path, **changes: Any) -> str:
-        """Write SafeAILab's layout; ``changes`` to its config."""
+        """Write SafeAILab's layout; ``changes`` apply to its config."""
         layer = self.midlayer
         config = {
             "architectures": ["LlamaForCausalLM"],
@@ -214,7 +214,7 @@ class Eagle3(nn.Module):
 
 
 class Eagle1(Eagle3):
-    """One without auxiliary states, that has the target's LM head: no `train` for it here."""
+    """A drafter without auxiliary states, with the target's LM head; `train` has no such kind."""
 
     def __init__(self, model: Any, heads: int = 4, key_heads: int = 2, head_size: int = 32):
         embedding = model.get_input_embeddings().weight
@@ -288,8 +288,8 @@ def features_of(model: Any, ids: Tensor, layers: Sequence[int]) -> tuple[Tensor,
 def trained_drafter(
     target: str,
     model: Any,
-    texts: Tensor,  # int64 [N, T], which a target wrote greedily after their first tokens
-    prompt: int,  # how many those are
+    texts: Tensor,  # int64 [N, T], generated greedily by a target after their prompts
+    prompt: int,  # prompt length
     layers: Sequence[int],
     folder: Path,
     draft_vocab: int,

@@ -14,7 +14,7 @@ from support.engines import Prompt, random_prompts
 from support.models import STOPS, VOCAB, save_model
 
 LAYERS = (1, 2, 3)
-LEARNT, TOKENS = 12, 32
+LEARNED, TOKENS = 12, 32
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Case:
     model: Any
     drafter: Eagle3
     folder: str
-    prompts: list[Prompt]  # whose greedy outputs the drafter has learnt
+    prompts: list[Prompt]  # whose greedy outputs the drafter memorized
     outputs: list[list[int]]
 
 
@@ -31,7 +31,7 @@ def make_case(folder: Path) -> Case:
     """Train the drafter, in seconds."""
     target = save_model(folder / "target", "Llama", eos_token_id=list(STOPS), num_hidden_layers=4)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    prompts = random_prompts(LEARNT, VOCAB, shortest=8, longest=8)
+    prompts = random_prompts(LEARNED, VOCAB, shortest=8, longest=8)
     texts = model.generate(
         torch.tensor(prompts), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
     )
@@ -40,6 +40,6 @@ def make_case(folder: Path) -> Case:
     return Case(target, model, drafter, str(made), prompts, texts[:, 8:].tolist())
 
 
-def asked(case: Case, tree: Any, **options: Any) -> dict[str, Any]:
+def eagle_config(case: Case, tree: Any, **options: Any) -> dict[str, Any]:
     """The speculative config."""
     return {"method": "eagle3", "model": case.folder, "tree": tree, **options}

@@ -1,4 +1,4 @@
-"""What an EAGLE drafter's trees were made of, beside a dense forward pass of every node's path."""
+"""Record what an EAGLE drafter's trees were built from, to compare with dense forward passes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from vllm_medusa.worker.eagle_trees import EagleTrees
 class Grown:
     """One step's trees of some requests."""
 
-    row: int  # of the request that is looked at
+    row: int  # of the inspected request
     end: int  # its exact entries
     levels: list[tuple[Tensor, Tensor, Choices]] = field(default_factory=list)
     keys: Tensor | None = None  # exact entries and scratch [T, heads, D]
     values: Tensor | None = None
-    tokens: list[int] = field(default_factory=list)  # all of the request
+    tokens: list[int] = field(default_factory=list)  # all tokens of the request
 
 
 @contextmanager
 def recorded_trees(every: int) -> Iterator[list[Grown]]:
-    """Collect the trees of every n-th step that drafts."""
+    """Record the trees of every n-th step that drafts."""
     kept: list[Grown] = []
     draft, expand = EagleTrees.draft, eagle_trees._Branches.expand
     latest: list[Grown] = []
@@ -42,7 +42,7 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
         self: Any, roots: Any, root: Tensor, num_nodes: int, depth: Tensor, *more: Any
     ) -> Any:
         nonlocal count
-        useful = [row for row, most in enumerate(depth.tolist()) if most > 0]
+        useful = [row for row, useful_depth in enumerate(depth.tolist()) if useful_depth > 0]
         row = useful[0] if useful else 0
         latest[:] = [Grown(row, int(roots.ends[row]))]
         proposal = draft(self, roots, root, num_nodes, depth, *more)
@@ -128,7 +128,7 @@ def _tokens_on_v2(latest: list[Grown]) -> Iterator[None]:
 
 
 def assert_dense(grown: Grown, drafter: Eagle3, model: Any) -> int:
-    """All guesses, keys and values of the request are those of dense forward passes."""
+    """All drafts, keys and values of the request equal those of dense forward passes."""
     tokens, end, row = torch.tensor(grown.tokens), grown.end, grown.row
     assert len(tokens) == end + 1
     features = drafter.features(model, tokens[None, :end])[0]

@@ -1,8 +1,8 @@
-"""An engine in a process of its own: ``python -m support.engine_process JOB.json``.
+"""An engine in a separate process: ``python -m support.engine_process JOB.json``.
 
-The job names the engine's arguments and batches of requests; the answers go to a file as JSON
+The job has the engine's arguments and batches of requests; the answers are written as JSON
 (``JOB.json.answers``). With ``last`` in the job one more batch is started, and if the engine dies
-meanwhile, the error is written to ``JOB.json.error``: a test kills one of its processes.
+during it, the error is written to ``JOB.json.error``: a test kills one of its processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if __name__ == "__mp_main__" and "RAY_ADDRESS" in os.environ:  # the engine that
 def engine_process(
     job: dict[str, Any], folder: Path, **environment: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a job; whatever is left of its processes when the block ends is killed."""
+    """Run a job; its remaining processes are killed at the end of the block."""
     path = folder / "job.json"
     path.write_text(json.dumps(job))
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
@@ -65,7 +65,7 @@ def answers(process: subprocess.Popen[bytes], folder: Path, seconds: float) -> A
 
 
 def wait_for(path: Path, process: subprocess.Popen[bytes], folder: Path, seconds: float) -> None:
-    """Until there is such a file."""
+    """Wait until the file exists."""
     end = time.monotonic() + seconds
     while not path.exists():
         if process.poll() is not None or time.monotonic() > end:
@@ -76,7 +76,7 @@ def wait_for(path: Path, process: subprocess.Popen[bytes], folder: Path, seconds
 
 
 def of_session(leader: int) -> list[psutil.Process]:
-    """The processes of a session that live; zombies do not."""
+    """The live processes of a session, without zombies."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -90,7 +90,7 @@ def of_session(leader: int) -> list[psutil.Process]:
 def batch(
     prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]], known: Any = ()
 ) -> dict[str, Any]:
-    """Requests of a job; ``known`` is what `RecordingWorker.plant` takes."""
+    """Requests of a job; ``known`` is for `RecordingWorker.plant`."""
     return {"prompts": list(prompts), "params": list(params), "known": list(known)}
 
 
@@ -136,12 +136,12 @@ def generate(llm: Any, requests: dict[str, Any]) -> list[Any]:
 
 
 def plain(output: Any) -> list[Any]:
-    """What `support.engines.Completion` holds, as JSON."""
+    """The contents of `support.engines.Completion`, as JSON."""
     return [list(output.token_ids), output.finish_reason, output.stop_reason]
 
 
 async def replicas(job: dict[str, Any]) -> dict[str, Any]:
-    """The same behind vLLM's own balancer: requests go to the replicas in turn."""
+    """The same with vLLM's own load balancer, which distributes requests round-robin."""
     from prometheus_client import REGISTRY
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -149,7 +149,7 @@ async def replicas(job: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # vLLM spawns its processes on CPUs, each of which imports it; here one has, for all of them
+    # On CPUs vLLM spawns its processes, each importing it; here a fork server has imported it once
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"])
     utils.get_mp_context = coordinator.get_mp_context = lambda: context
@@ -186,7 +186,7 @@ async def replicas(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def put(path: Path, kind: str, content: Any) -> None:
-    """Write an answer so that whoever waits for the file finds all of it."""
+    """Write an answer atomically, for processes that wait for the file."""
     draft = Path(f"{path}.{kind}.part")
     draft.write_text(json.dumps(content))
     draft.rename(f"{path}.{kind}")

@@ -1,4 +1,4 @@
-"""Real vLLM engines in this process, and what is read off them."""
+"""Real vLLM engines in this process, and how to read their state."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from vllm_medusa.worker.options import EngineOptions, is_medusa
 
 Prompt = list[int]
 
-# vLLM looks at a model's class in another process, to leave CUDA alone: eleven seconds each here.
+# vLLM inspects a model's class in another process, to avoid CUDA: eleven seconds each here.
 registry._run_in_subprocess = lambda look: look()
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Everything about a request's output that must not change."""
+    """All parts of a request's output that must not change."""
 
     token_ids: tuple[int, ...]
     finish_reason: str | None
     stop_reason: int | str | None
-    drafted: tuple[int, ...] = field(default=(), compare=False)  # of every verification
+    drafted: tuple[int, ...] = field(default=(), compare=False)  # per verification
     accepted: tuple[int, ...] = field(default=(), compare=False)
 
 
@@ -48,23 +48,23 @@ def start(model: str, speculative_config: dict[str, Any] | None = None, **change
         "disable_log_stats": False,
         "kv_cache_memory_bytes": 64 << 20,
     }
-    if speculative_config is None:  # an engine with trees has put its attention there for good
+    if speculative_config is None:  # an engine with trees has registered its attention permanently
         AttentionBackendEnum.CPU_ATTN.clear_override()
         compat.forget_attention_backends()
     else:
         options["per_request_spec_decode_metrics"] = "detailed"
-    _leave_imports_to_themselves()
+    _freeze_imports()
     return LLM(model, speculative_config=speculative_config, **options | changes)
 
 
 _freeze = gc.freeze
 
 
-def _leave_imports_to_themselves() -> None:
-    """Have garbage collections look at engines, not at all that was imported.
+def _freeze_imports() -> None:
+    """Make garbage collection scan engines, but not imported modules.
 
-    vLLM collects some ten times while an engine starts and stops: through a million imported
-    objects that takes three seconds. It also freezes what a started engine consists of and thaws
+    vLLM collects garbage some ten times while an engine starts and stops: with a million imported
+    objects this takes three seconds. It also freezes the objects of a started engine and thaws
     everything at its end; here imports stay frozen, and engines are collected.
     """
     gc.collect()
@@ -78,7 +78,7 @@ def engine(
 ) -> Iterator[LLM]:
     """An engine of `start` that is stopped at the end of the block.
 
-    One lives at a time: the end of any takes vLLM's process groups from all.
+    Only one can exist at a time: the end of any engine destroys vLLM's process groups for all.
     """
     llm = start(model, speculative_config, **changes)
     try:
@@ -88,12 +88,12 @@ def engine(
 
 
 def medusa(heads: str, tree: Any, **options: Any) -> dict[str, Any]:
-    """The speculative config of a tree."""
+    """The speculative config with a tree."""
     return {"method": "medusa", "model": heads, "tree": tree, **options}
 
 
 def stop(llm: LLM) -> None:
-    """Shut an in-process engine down and give its memory back."""
+    """Shut down an in-process engine and free its memory."""
     llm.llm_engine.engine_core.shutdown()
     gc.collect()
 
@@ -101,7 +101,7 @@ def stop(llm: LLM) -> None:
 def random_prompts(
     count: int, vocab: int, shortest: int = 1, longest: int = 400, seed: int = 0
 ) -> list[Prompt]:
-    """Prompts of random ids (3 and up, so no special token), lengths spread evenly."""
+    """Prompts of random ids (3 and up, so no special tokens), lengths spread evenly."""
     rng = random.Random(seed)
     return [
         [rng.randrange(3, vocab) for _ in range(rng.randint(shortest, longest))]
@@ -110,7 +110,7 @@ def random_prompts(
 
 
 def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
-    """Greedy decoding of exactly ``max_tokens`` tokens by default."""
+    """Greedy decoding, by default of exactly ``max_tokens`` tokens."""
     options = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     return SamplingParams(max_tokens=max_tokens, **options | changes)
 
@@ -121,36 +121,36 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams],
     adapters: Sequence[LoRARequest | None] | None = None,
 ) -> list[Any]:
-    """Answer requests as ``RequestOutput``; vLLM's metrics must count just what comes out."""
+    """Run requests, returned as ``RequestOutput``; vLLM's metrics must count exactly these."""
     before = counts(llm)
-    asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
     lora: Any = None if adapters is None else list(adapters)
-    results = llm.generate(asked, params, use_tqdm=False, lora_request=lora)
+    results = llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
     assert_counted(added(before, counts(llm)), results)
     config = llm.llm_engine.vllm_config
     if is_medusa(config.speculative_config):
         options = EngineOptions.of(config)
         depth = options.depth
         assert positions(llm) == depth
-        told = [output.spec_decode_metrics for result in results for output in result.outputs]
+        stats = [output.spec_decode_metrics for result in results for output in result.outputs]
         lengths = {1 + depth}
         if any(
             each.structured_outputs for each in (params if isinstance(params, list) else [params])
         ):
-            lengths.add(1 + options.tree.num_draft_tokens)  # runs that a grammar forces
-        assert {len(each.histogram) for each in told if each is not None} <= lengths
+            lengths.add(1 + options.tree.num_draft_tokens)  # runs forced by a grammar
+        assert {len(each.histogram) for each in stats if each is not None} <= lengths
     return results
 
 
 def complete(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[Completion]:
-    """Generate and keep what must be equal."""
+    """Generate, and keep the parts to compare."""
     return [completion_of(result.outputs[0]) for result in generate(llm, prompts, params)]
 
 
 def completion_of(output: Any) -> Completion:
-    """What is compared, of one of vLLM's ``CompletionOutput``."""
+    """The parts to compare, of one of vLLM's ``CompletionOutput``."""
     return Completion(
         tuple(output.token_ids),
         output.finish_reason,
@@ -169,10 +169,10 @@ def drive(
     arrivals: Sequence[tuple[int, Prompt, SamplingParams]],
     aborts: Mapping[int, int] | None = None,
 ) -> list[Completion]:
-    """Step the engine by hand: each request comes at its step.
+    """Step the engine manually: each request arrives at its step.
 
     ``aborts`` maps a request's index to the number of tokens after which it is aborted; it keeps
-    what it had by then. A step without any work is skipped.
+    its tokens so far. Steps without work are skipped.
     """
     waiting = sorted(range(len(arrivals)), key=lambda index: arrivals[index][0], reverse=True)
     engine, aborts, step = llm.llm_engine, dict(aborts or {}), 0

@@ -1,7 +1,7 @@
 """An engine without a model: tokens are a fixed function of the prompt, the seed and the position.
 
-Speculation is imitated by handing out several tokens a step; the tokens themselves don't depend on
-it, as with a lossless engine.
+Speculation is imitated by returning several tokens per step; the tokens themselves don't depend on
+it, as in a lossless engine.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from vllm_medusa.offline.prompts import Message
 @dataclass
 class FakeEngine:
     max_tokens: int = 8
-    step_sizes: tuple[int, ...] = (1,)  # tokens of the steps after a request's first, in turn
+    step_sizes: tuple[int, ...] = (1,)  # tokens per step after a request's first, in turn
     longest_prompt: int = 10_000
     step_seconds: float = 0.0
     chat: bool = False
-    wrong_at: int | None = None  # position at which every request's token is off
-    prompts: dict[str, str | list[int]] = field(default_factory=dict)  # all that were submitted
+    wrong_at: int | None = None  # position of a wrong token in every request
+    prompts: dict[str, str | list[int]] = field(default_factory=dict)  # all submitted prompts
     seeds: dict[str, int | None] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     active: dict[str, list[int]] = field(default_factory=dict)
@@ -75,13 +75,13 @@ class FakeEngine:
 
 
 class FakeProcess(FakeEngine):
-    """Stands in for `EngineProcess`; a group takes a second."""
+    """Replaces `EngineProcess`; a group takes one second."""
 
     session: Any = Conversation
     dtype = "float32"
 
     def stream(self, prompts: Any, concurrency: int, seed: int | None) -> Iterator[Result]:
-        self.prompts.clear()  # rounds repeat their keys
+        self.prompts.clear()  # rounds reuse keys
         how: dict[str, Any] = {"concurrency": concurrency, "seed": seed, "session": self.session}
         yield from run_batch(prompts, self, **how)
 

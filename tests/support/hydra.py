@@ -1,4 +1,4 @@
-"""Random Hydra heads, and what they compute of one path by the definition."""
+"""Random Hydra heads, and their output for one path by the definition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def random_hydra(
     token_map: Tensor | None = None,
     std: float = 0.2,
 ) -> HydraHeads:
-    """Heads of random weights, with LM heads of their own or the target's."""
+    """Heads with random weights, with their own LM heads or the target's."""
     generator = torch.Generator().manual_seed(4)
     count = num_heads if own else 0
     heads = HydraHeads(
@@ -44,7 +44,7 @@ def save_fitted_hydra(
     states: Tensor,  # [M, H], the target's last hidden states; M below H
     paths: Tensor,  # int64 [M, K + 1], the tokens that follow each
     lm_head: Tensor | None = None,  # [V, H], the target's, for heads that store none
-    token_map: Tensor | None = None,  # tokens that these know; others they guess wrong
+    token_map: Tensor | None = None,  # draft vocabulary; drafts of other tokens are wrong
 ) -> str:
     """Save heads with memorized continuations, at random ranks, only along the true path."""
     vocab, hidden = embedding.shape
@@ -63,7 +63,7 @@ def save_fitted_hydra(
                 rows = lm_head if token_map is None else lm_head[token_map]
                 token = draft_labels(paths[:, head + 1], heads, 0)
                 wanted = random_ranks(token, len(rows), 2, generator)
-                wanted = torch.where(wanted >= 1, 5.5 + wanted / 2, wanted)  # sure enough
+                wanted = torch.where(wanted >= 1, 5.5 + wanted / 2, wanted)  # confident enough
                 states_of = torch.linalg.lstsq(rows.double(), wanted.T).solution.T  # [M, H]
                 fitted = torch.linalg.lstsq(features[:, head].double(), states_of).solution.T
                 first.skip_weight.copy_(fitted @ first.skip_weight.double())
@@ -77,7 +77,7 @@ def save_fitted_hydra(
 def dense_logits(
     heads: HydraHeads, state: Tensor, tokens: list[int], embedding: Tensor, lm_head: Tensor
 ) -> Tensor:
-    """Logits [V_draft] of what follows the path x_1 .. x_n, by head n - 1 alone, spelled out."""
+    """Logits [V_draft] of the token after the path x_1 .. x_n, by head n - 1, step by step."""
     head, x = len(tokens) - 1, torch.cat([state, *(embedding[token] for token in tokens)])
     first = heads.inputs[head]
     x = first.skip_weight @ x + first.skip_bias + F.silu(first.weight @ x + first.bias)

@@ -1,7 +1,7 @@
-"""A chaotic target with Hydra heads that memorized its outputs, below the true path only.
+"""A chaotic target with Hydra heads that memorized its outputs, only along the true path.
 
-Those of static trees store LM heads. Those of dynamic trees use the target's rows of most tokens,
-and are wrong where another comes.
+Heads for static trees store LM heads. Heads for dynamic trees use the target's rows of most tokens,
+and are wrong for the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Fitted:
 
 
 def make_case(folder: Path) -> Fitted:
-    """Answers of the target, and heads solved for them."""
+    """Outputs of the target, and heads fitted to them."""
     path = save_model(
         folder / "model", "Llama", hidden_size=HIDDEN, num_attention_heads=8, head_dim=64,
         num_key_value_heads=4, initializer_range=0.1,
@@ -73,8 +73,8 @@ def make_case(folder: Path) -> Fitted:
     }
     saved, expected = {}, {}
     for kind, (_, tree) in TREES.items():
-        learnt = torch.stack(states), torch.stack(paths)
-        saved[kind] = save_fitted_hydra(folder / kind, embedding, *learnt, **lm_heads[kind])
+        memorized = torch.stack(states), torch.stack(paths)
+        saved[kind] = save_fitted_hydra(folder / kind, embedding, *memorized, **lm_heads[kind])
         heads: Any = load_heads(saved[kind], hidden_size=HIDDEN, vocab_size=VOCAB)[0]
         heads.use_target_embedding(embedding)
         expected[kind] = [decode(model, heads, tree, torch.tensor(p), TOKENS) for p in prompts]

@@ -1,8 +1,8 @@
-"""Tests of Triton kernels on a CPU: in a process whose Triton interprets from its first import on.
+"""Tests of Triton kernels on a CPU, in a process that interprets Triton from its first import on.
 
-Whether a kernel is interpreted is fixed when it is decorated, that of Triton's own functions when
-Triton is first imported. Other tests of the same session import vLLM and with it Triton, so unless
-the whole session interprets, such tests run in a process of their own.
+Whether a kernel is interpreted is fixed when it is decorated; for Triton's own functions, when
+Triton is first imported. Other tests of a session import vLLM and with it Triton, so unless
+the whole session interprets, such tests run in a separate process.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 @functools.cache
 def speed_up() -> None:
-    """Cut what the interpreter takes to a part, in a process that interprets all its kernels.
+    """Speed up the interpreter, in a process that interprets all its kernels.
 
-    Around every launch it makes Triton's language Python's and undoes that, and does so once more
-    in every function that a kernel calls; here it is done once. And for every value that it
-    computes it makes types, shapes, constants and conversions anew, of which there are few.
+    For every launch, and for every function that a kernel calls, it patches and restores
+    Triton's language; here this is done once. For every value it
+    computes, it creates types, shapes, constants and conversions again; here they are cached.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -53,7 +53,7 @@ def speed_up() -> None:
 
 
 def _call_builtins_at_once(interpreter: Any, core: Any) -> None:
-    """Without the wrapper that checks that they are called within a kernel."""
+    """Skip the wrapper that checks that they are called within a kernel."""
     wrapper = core.builtin(lambda: None).__code__
     semantic = interpreter.interpreter_semantic
 
@@ -70,7 +70,7 @@ def _call_builtins_at_once(interpreter: Any, core: Any) -> None:
 
 
 def _unwrap_by_type(core: Any) -> None:
-    """What is neither a constant nor a tuple stays as it is."""
+    """Values other than constants and tuples are returned unchanged."""
     unwrap, constexpr = core._unwrap_if_constexpr, core.constexpr
     plain = {core.tensor, int, float, bool, type(None)}
 
@@ -82,7 +82,7 @@ def _unwrap_by_type(core: Any) -> None:
 
 
 def _remember_types(core: Any) -> None:
-    """One type for all blocks of a shape, and one shape for all tensors that have it."""
+    """One type for all blocks of a shape, and one shape for all tensors of that shape."""
     make, equal, to_ir = core.block_type.__init__, core.dtype.__eq__, core.dtype.to_ir
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
     in_ir: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def _remember_types(core: Any) -> None:
 
 
 def _remember_sizes(interpreter: Any) -> None:
-    """Which of NumPy's values fit into which type."""
+    """Cache which NumPy values fit into which type."""
     look, known = interpreter._validate_np_data_size, {}
     every, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
     compute = builder.binary_op
@@ -134,7 +134,7 @@ def _remember_sizes(interpreter: Any) -> None:
         def __init__(self, data: Any, dtype: Any) -> None:
             self.data, self.dtype, self.attr = data, dtype, {}
             if not fits(data, dtype):
-                self.__post_init__()  # which says so
+                self.__post_init__()  # which reports it
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if lhs.data.dtype.char == "?":
@@ -149,7 +149,7 @@ def _remember_sizes(interpreter: Any) -> None:
 
 
 def _remember_operands(semantic: Any, core: Any) -> None:
-    """What two operands are converted to; NumPy itself broadcasts them to one shape."""
+    """Cache what two operands are converted to; NumPy itself broadcasts them to one shape."""
     tensor, block_type = core.tensor, core.block_type
     find = semantic.computation_type_impl = functools.cache(semantic.computation_type_impl)
     broadcast, prepare = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl
@@ -164,7 +164,7 @@ def _remember_operands(semantic: Any, core: Any) -> None:
         long, short = (lhs, rhs) if len(lhs) > len(rhs) else (rhs, lhs)
         pairs = zip(long, (1,) * (len(long) - len(short)) + short, strict=True)
         if any(one != other and 1 not in (one, other) for one, other in pairs):
-            raise ValueError(f"shapes {lhs} and {rhs} don't go together")
+            raise ValueError(f"shapes {lhs} and {rhs} don't match")
         return tuple(map(max, long, (1,) * (len(long) - len(short)) + short))
 
     def typed(one: Any, shape: tuple[int, ...]) -> Any:
@@ -225,17 +225,17 @@ def _check_integers(interpreter: Any) -> None:
             return
         name = binary_op.__name__
         exact = compute[name](lhs.handle.data, rhs.handle.data, dtype=np.int64)
-        least, most = dtype.get_int_min_value(), dtype.get_int_max_value()
-        if exact.min() < least or exact.max() > most:
+        lowest, highest = dtype.get_int_min_value(), dtype.get_int_max_value()
+        if exact.min() < lowest or exact.max() > highest:
             raise OverflowError(f"{name} of {dtype} gives {exact.min()} to {exact.max()}")
 
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
 
 
 def trust_integers() -> None:
-    """Look for no integer that overflows: for whole engines.
+    """Disable the overflow check for integers, for whole engines.
 
-    Their kernels are run with the check, on their own, in `tests/unit`.
+    Their kernels are tested with the check in `tests/unit`.
     """
     from triton.runtime import interpreter
 

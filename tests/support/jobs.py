@@ -17,8 +17,8 @@ class Broken(JobFailed):
     status = 3
 
 
-def tell(options: Any, progress: Progress = SILENT, *, command: Any = ()) -> Any:
-    """Say something on every way, return the options and what else was given."""
+def report(options: Any, progress: Progress = SILENT, *, command: Any = ()) -> Any:
+    """Print and report in every way; return the options and the other arguments."""
     print("printed")
     sys.stderr.write("written\n")
     os.system("echo by a child")
@@ -44,7 +44,7 @@ def die(options: int, progress: Progress = SILENT) -> None:
 
 
 def sleep(options: Path, progress: Progress = SILENT) -> None:
-    """Say who this is, and what happened to it."""
+    """Record this process's id, and what happened to it."""
     options.write_text(str(os.getpid()))
     try:
         time.sleep(600)
@@ -54,7 +54,7 @@ def sleep(options: Path, progress: Progress = SILENT) -> None:
 
 
 def leave(options: object, progress: Progress = SILENT) -> int:
-    """End before a process that was started here; its process id."""
+    """End before a process that was started here; returns its process id."""
     return subprocess.Popen(["sleep", "600"]).pid
 
 
@@ -67,7 +67,7 @@ class CopyOptions(Options):
 
 
 def copy(options: CopyOptions, progress: Progress = SILENT, command: Sequence[str] = ()) -> None:
-    """Write JSON again."""
+    """Copy a JSON file."""
     value = json.loads(options.data.read_text())
     options.output.write_text(json.dumps(value, indent=None if options.compact else 1))
     progress.note("copied")

@@ -1,4 +1,4 @@
-"""Work that dies by signal 9, in a process of its own."""
+"""Work that dies by signal 9, in a separate process."""
 
 import os
 import signal
@@ -10,10 +10,10 @@ def die(*_: object, **__: object) -> None:
 
 
 def killed(work: Callable[[], object]) -> bool:
-    """Run ``work`` in a child; whether a signal 9 ended it and not the work's own end."""
+    """Run ``work`` in a child; returns whether signal 9 ended it before it finished."""
     child = os.fork()
     if child == 0:
-        signal.alarm(300)  # rather than wait for ever
+        signal.alarm(300)  # instead of waiting forever
         try:
             work()
         finally:

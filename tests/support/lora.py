@@ -1,4 +1,4 @@
-"""Adapters for the chaotic Llama, in the layout that vLLM reads: random, and large."""
+"""Adapters for the chaotic Llama, in vLLM's layout: random, and large."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What vLLM counts, and whether it is what came out.
+"""vLLM's counters, and whether they match the outputs.
 
-Both model runners are asked the same, so their metrics are the same wherever their outputs are;
-`tests/v2/test_same_as_v1.py` lays them side by side.
+Both model runners get the same requests, so their metrics are equal wherever their outputs are;
+`tests/v2/test_same_as_v1.py` compares them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from vllm import LLM
 
 Counts = dict[str, float]
-LEFT_OUT = ("model_name", "engine")  # labels that tell engines apart
+LEFT_OUT = ("model_name", "engine")  # labels that distinguish engines
 
 
 def counts(llm: LLM) -> Counts:
-    """All that an engine has counted, under names like ``request_success{finished_reason=stop}``.
+    """All counters of an engine, under names like ``request_success{finished_reason=stop}``.
 
-    Histograms give their buckets, their count and their sum; of those over times, only the count.
+    Histograms give their buckets, count and sum; those over times, only the count.
     """
     found: Counts = {}
     for metric in llm.get_metrics():
@@ -39,27 +39,27 @@ def counts(llm: LLM) -> Counts:
 
 
 def positions(llm: LLM) -> int:
-    """How many positions of accepted tokens are counted; 0 without speculation."""
+    """Number of positions of accepted tokens that are counted; 0 without speculation."""
     (values,) = [m.values for m in llm.get_metrics() if type(m).__name__ == "Vector"] or [[]]
     return len(values)
 
 
 def added(before: Counts, after: Counts) -> Counts:
-    """What was counted in between; nothing of what stayed the same."""
+    """The increments, without unchanged counters."""
     more = {name: value - before.get(name, 0) for name, value in after.items()}
     return {name: value for name, value in more.items() if value}
 
 
 def drafted_and_accepted(output: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a ``CompletionOutput``, verification by verification: drafts, and those accepted."""
-    told = output.spec_decode_metrics
-    if told is None:
+    """For a ``CompletionOutput``, verification by verification: drafts, and accepted drafts."""
+    metrics = output.spec_decode_metrics
+    if metrics is None:
         return (), ()
-    return tuple(told.per_step_drafted), tuple(told.per_step_accepted)
+    return tuple(metrics.per_step_drafted), tuple(metrics.per_step_accepted)
 
 
 def assert_counted(more: Counts, results: Sequence[Any]) -> None:
-    """The engine counted these ``RequestOutput`` and nothing else."""
+    """The engine counted exactly these ``RequestOutput``."""
     outputs = [output for result in results for output in result.outputs]
     prompts = [len(result.prompt_token_ids) for result in results for _ in result.outputs]
     tokens = [len(output.token_ids) for output in outputs]
@@ -88,7 +88,7 @@ def assert_counted(more: Counts, results: Sequence[Any]) -> None:
         if name in wanted or name.startswith(("spec_decode", "request_success"))
     }
     if any(isinstance(output.stop_reason, str) for output in outputs):
-        # the front end ends such a request, and the engine core never tells how it drafted
+        # the front end ends such a request, and the engine core does not report its drafts
         for found in (compared, wanted):
             for name in [name for name in found if name.startswith("spec_decode")]:
                 del found[name]

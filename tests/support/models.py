@@ -1,7 +1,7 @@
 """Tiny random models that never settle into a loop, and heads for them.
 
 A model that loops hides wrong KV: its next token hardly depends on the context. A large
-initialisation makes every token depend on everything before it.
+initialization makes every token depend on everything before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_medusa.heads import MedusaHeads, save_heads
 
 VOCAB = 512
 HIDDEN = 64
-STOPS = (1, 50, 100, 150, 200, 250, 300, 350)  # end tokens a chaotic model often meets
+STOPS = (1, 50, 100, 150, 200, 250, 300, 350)  # end tokens that a chaotic model often generates
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -45,7 +45,7 @@ def save_model(
 ) -> str:
     """Save a random model of a transformers architecture such as ``"Llama"``; returns its path.
 
-    ``config_name`` and ``model_name`` are for classes that are not called after the architecture,
+    ``config_name`` and ``model_name`` are for classes not named after the architecture,
     ``tune`` changes weights; a change to None leaves that setting to transformers.
     """
     import transformers
@@ -66,7 +66,7 @@ def save_model(
 def save_random_heads(
     folder: Path, num_heads: int = 4, hidden: int = HIDDEN, vocab: int = VOCAB
 ) -> str:
-    """Save heads whose residual layers are random; they share the target's LM head."""
+    """Save heads with random residual layers, which share the target's LM head."""
     torch.manual_seed(1)
     heads = MedusaHeads(num_heads, 1, hidden, vocab, num_lm_heads=0)
     with torch.no_grad():
@@ -79,18 +79,18 @@ def save_random_heads(
 def save_fitted_heads(
     folder: Path,
     states: torch.Tensor,  # [M, H], the target's last hidden states; M below H
-    futures: Sequence[Sequence[int]],  # M x K: what head h should say of each state
+    futures: Sequence[Sequence[int]],  # M x K: the token that head h should predict for each state
     vocab: int = VOCAB,
     worst_rank: int = 3,
 ) -> str:
     """Save real heads that memorized ``futures``, each token at a random rank.
 
-    Each head is an LM head solved for: fewer states than channels can be fitted exactly. A token of
-    rank r (0 = best, up to ``worst_rank``) has r random ones before it. Of any other state such
-    heads know nothing.
+    Each head is a solved LM head: fewer states than channels can be fitted exactly. A token of
+    rank r (0 = best, up to ``worst_rank``) follows r random ones. For other states such
+    heads are random.
     """
     count, num_heads = len(futures), len(futures[0])
-    assert count < states.shape[1], "more states than channels can not be fitted"
+    assert count < states.shape[1], "more states than channels can't be fitted"
     heads = MedusaHeads(num_heads, 1, states.shape[1], vocab)
     generator = torch.Generator().manual_seed(2)
     weight = heads.lm_head_weight
@@ -110,7 +110,7 @@ def fitted_lm_head(
     worst_rank: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """The matrix [V, H] that gives each state's token a random rank, solved for."""
+    """The matrix [V, H] that gives each state's token a random rank, by solving for it."""
     wanted = random_ranks(token, vocab, worst_rank, generator)
     solution: torch.Tensor = torch.linalg.lstsq(states.to(torch.float64), wanted).solution
     return solution.T
@@ -121,7 +121,7 @@ def random_ranks(
 ) -> torch.Tensor:
     """Logits, float64 [M, V], that give each token a random rank.
 
-    The 16 tokens behind it are 0.05 apart: a beam of up to as many chooses none by rounding.
+    The 16 tokens after it are 0.05 apart: a beam of up to that size is unaffected by rounding.
     """
     rank = torch.randint(worst_rank + 1, (len(token), 1), generator=generator)
     order = torch.rand(len(token), vocab, generator=generator)

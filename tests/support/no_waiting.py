@@ -25,7 +25,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Have every seam of a step watched; returns how often each was called, by name."""
+    """Watch every part of a step for syncs; returns the number of calls, by name."""
 
     from vllm_medusa.worker.trees import Trees
     from vllm_medusa.worker.v2.sampler import TreeSampler

@@ -1,4 +1,4 @@
-"""Calibrations without a model behind them."""
+"""Calibrations without a model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from vllm_medusa.calibration.observations import Observations
 def observed(
     ranks: Any, lengths: Sequence[int], num_ranks: int = 3, temperature: float = 0.0, **more: Any
 ) -> Observations:
-    """Ranks [n, K] of texts of these lengths, each of a prompt of its own; confidences are zero."""
+    """Ranks [n, K] of texts of these lengths, each of a separate prompt; confidences are zero."""
     ranks, count = np.asarray(ranks, np.int16), len(lengths)
     values = {
         "confidences": np.zeros((*ranks.shape, num_ranks), np.float16),

@@ -1,7 +1,7 @@
-"""Tests run once more in a process whose engines take vLLM's V2 model runner.
+"""Run tests again in a process whose engines use vLLM's V2 model runner.
 
-A process of its own, since Triton's interpreter has to be there before vLLM is imported
-(`support.triton_on_cpu`). To run any test that way by hand:
+In a separate process, because Triton's interpreter must be enabled before vLLM is imported
+(`support.triton_on_cpu`). To run any test that way manually:
 
     PYTHONPATH=tests python -m pytest -p support.triton_on_cpu tests/e2e/test_equality.py
 """
@@ -25,7 +25,7 @@ MARKS = [
     pytest.mark.timeout(3600),  # the first test waits for the whole process
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
 ]
-Outcomes = dict[str, dict[str, str]]  # file or test -> case -> what was wrong ("" if nothing was)
+Outcomes = dict[str, dict[str, str]]  # file or test -> case -> the failure ("" if none)
 
 
 def once_more(suite: list[str]) -> tuple[Any, Any]:

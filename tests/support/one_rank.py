@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def one_rank(store: Path) -> Iterator[None]:
-    """Within the block vLLM's layers can be built; ``store`` is a file that isn't there yet."""
+    """Within the block vLLM's layers can be built; ``store`` is a file that must not exist yet."""
     from vllm import distributed
     from vllm.config import VllmConfig, set_current_vllm_config
 

@@ -1,4 +1,4 @@
-"""Requests with their own sampling parameters, and everything about their outcome."""
+"""Requests with their own sampling parameters, and their complete outcome."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Logprobs = list[dict[int, tuple[int, float]]]  # per token: id -> (rank, logprob
 class Outcome:
     """One output of a request; a request with ``n=3`` has three."""
 
-    seed: int | None  # what this output was drawn with: vLLM adds the output's number
+    seed: int | None  # seed of this output: vLLM adds the output's number
     completion: Completion
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
@@ -63,10 +63,10 @@ def steady_outcomes(
     params: Sequence[SamplingParams],
     adapters: Sequence[LoRARequest | None] | None = None,
 ) -> list[Outcome]:
-    """Of plain vLLM, as a reference: outputs in which a draw was nearly a tie are marked.
+    """Reference outputs of plain vLLM; those with a near-tie in sampling are marked.
 
-    Such an output changes when the logits do by little more than two runs differ by (1e-5). On V2
-    the few draws that are made are taken for no ties.
+    Such an output changes when the logits change by little more than they differ between two runs
+    (1e-5). On V2, where few tokens are sampled, they are assumed to have no near-ties.
     """
     results = outcomes(llm, prompts, params, adapters)
     for seed in range(sized(2, 0)):
@@ -98,15 +98,15 @@ def jittered(scale: float, seed: int) -> Iterator[None]:
 
 
 def seeded(count: int, first_seed: int, **options: Any) -> list[SamplingParams]:
-    """Parameters that differ in their seed only."""
+    """Parameters that differ only in their seed."""
     defaults = {"max_tokens": sized(40, 14), "ignore_eos": True, "detokenize": False}
     return [SamplingParams(seed=first_seed + 10 * i, **defaults | options) for i in range(count)]
 
 
 def assert_same(expected: Sequence[Outcome], got: Sequence[Outcome]) -> None:
-    """Tokens, lengths, reasons, logprobs (to 1e-4), the lists of likeliest tokens."""
+    """Tokens, lengths, reasons, logprobs (to 1e-4), the lists of most probable tokens."""
     pairs = [pair for pair in zip(expected, got, strict=True) if pair[0].steady]
-    assert len(pairs) >= 0.75 * len(expected), "too few outputs that rounding leaves alone"
+    assert len(pairs) >= 0.75 * len(expected), "too few outputs that are stable under rounding"
     for one, other in pairs:
         assert one.completion == other.completion
         assert_close(one.logprobs, other.logprobs)
@@ -114,14 +114,14 @@ def assert_same(expected: Sequence[Outcome], got: Sequence[Outcome]) -> None:
 
 
 def assert_close(expected: Logprobs | None, got: Logprobs | None, tolerance: float = 1e-4) -> None:
-    """Equal up to rounding: tokens whose logprobs are nearly the same may change places."""
+    """Equal up to rounding: tokens with nearly equal logprobs may swap places."""
     assert (expected is None) == (got is None)
     for place, (one, other) in enumerate(zip(expected or (), got or (), strict=True)):
         values, found = ([p for _, p in sorted(d.values(), key=_descending)] for d in (one, other))
         assert len(values) == len(found), f"place {place}"
         assert max((abs(a - b) for a, b in zip(values, found, strict=True)), default=0) <= tolerance
         for token, (rank, logprob) in one.items():
-            if token not in other:  # the last of the list, where it ties with one not in it
+            if token not in other:  # the last of the list, in a near-tie with one outside it
                 assert logprob - min(values) <= tolerance, f"{token}, place {place}"
                 continue
             assert abs(other[token][0] - rank) <= 1, f"rank of {token}, place {place}"
@@ -133,7 +133,7 @@ def _descending(entry: tuple[int, float]) -> float:
 
 
 def by_seed(results: Iterable[Outcome]) -> dict[int, tuple[int, ...]]:
-    """What `planted_by_seed` takes."""
+    """The argument of `planted_by_seed`."""
     return {result.seed: result.tokens for result in results if result.seed is not None}
 
 

@@ -1,4 +1,4 @@
-"""A tiny target that writes one text, and heads that learn it by heart."""
+"""A tiny target that generates one text, and heads that memorize it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OVERFIT = StepOptions(
 
 @torch.no_grad()
 def greedy_record(target: Target, count: int = 48, index: int = 0) -> Record:
-    """What the target writes behind `PROMPT` at temperature 0."""
+    """The target's continuation of `PROMPT` at temperature 0."""
     ids = list(PROMPT)
     ids[0] += index
     for _ in range(count):
@@ -43,7 +43,7 @@ def greedy_record(target: Target, count: int = 48, index: int = 0) -> Record:
 
 
 def texts(target: Target, records: list[Record], size: int, max_bytes: int = 1 << 30) -> Texts:
-    """Built states in memory."""
+    """Texts with states in memory."""
     ranges = [row_ranges(record)[0] for record in records]
     states = HiddenStates(target, records, ranges, dtype=torch.float32, max_bytes=max_bytes)
     states.build()
@@ -60,7 +60,7 @@ def looped(
     cached: bool = True,
     **options: Any,
 ) -> Loop:
-    """A loop whose states are built, measuring on its own text."""
+    """A loop whose states are built, and which measures on its own text."""
     run.work.mkdir(exist_ok=True)
     size = min(PIECE_ROWS, settings.batch_tokens or PIECE_ROWS)
     train = texts(target, records, size, 1 << 30 if cached else 0)

@@ -1,7 +1,7 @@
-"""vLLM 0.33 on a CPU, for which nobody builds it: its Python over the kernels of the vLLM here.
+"""vLLM 0.33 on a CPU, for which there are no builds: its Python over the installed kernels.
 
-Nothing of it is changed or left out. What it shows is that our wiring fits 0.33's Python; its own
-compiled kernels, and so everything on CUDA, stay untried.
+It is used unmodified. This shows that our wiring fits 0.33's Python; its own
+compiled kernels, and so everything on CUDA, are not tested.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from pathlib import Path
 
 import pytest
 
-# Names a folder with the `vllm` folder of the 0.33 wheel in it; no compiled file is needed.
+# The folder that contains the `vllm` folder of the 0.33 wheel; no compiled file is needed.
 VARIABLE = "VLLM_MEDUSA_TEST_VLLM_033"
 
 
 def python_files_of_033() -> Path | None:
     """The folder of 0.33's files, if configured."""
-    told = os.environ.get(VARIABLE)
-    if told is None:
+    setting = os.environ.get(VARIABLE)
+    if setting is None:
         return None
-    if not (Path(told) / "vllm" / "_version.py").is_file():
-        pytest.fail(f"{VARIABLE} is {told}, which holds no vLLM: no vllm/_version.py")
-    return Path(told)
+    if not (Path(setting) / "vllm" / "_version.py").is_file():
+        pytest.fail(f"{VARIABLE} is {setting}, which holds no vLLM: no vllm/_version.py")
+    return Path(setting)
 
 
 def installed() -> Path:
-    """The folder that holds the installed package, which is not imported for it."""
+    """The folder that contains the installed package, found without importing it."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None, "vLLM is not installed"
     return Path(spec.origin).parents[1]
 
 
 def build(python_files: Path, folder: Path, version: str = "0.33.0+cpu") -> dict[str, str]:
-    """Lay 0.33 over the installed kernels in ``folder``; returns the environment that finds it.
+    """Overlay 0.33 on the installed kernels in ``folder``; returns the environment that uses it.
 
-    By the ``+cpu`` of the version vLLM knows what platform it was built for.
+    The ``+cpu`` in the version tells vLLM for which platform it was built.
     """
     package = folder / "vllm"
     package.mkdir()
@@ -58,5 +58,5 @@ def build(python_files: Path, folder: Path, version: str = "0.33.0+cpu") -> dict
 
 
 def pytest_command(*arguments: str) -> list[str]:
-    """A session of its own, since a process has one vLLM only."""
+    """A separate session, because a process can have only one vLLM."""
     return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]

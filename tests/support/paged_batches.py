@@ -1,8 +1,8 @@
-"""Random batches of trees, chunks and decodes over a paged cache that is NaN wherever it can be.
+"""Random batches of trees, chunks and decodes over a paged cache that is NaN wherever possible.
 
-NaN are: slots that no row may see, whole blocks behind the last one in use or left behind by the
-window, the output and the workspace. Garbage are: ancestor bits and depths of padding nodes and of
-requests that are no trees.
+NaN: slots that no row may see, whole blocks after the last used one or before the
+window, the output and the workspace. Garbage: ancestor bits and depths of padding nodes and of
+requests that are not trees.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Request:
-    """``rows`` query rows behind ``context`` tokens."""
+    """``rows`` query rows after ``context`` tokens."""
 
     rows: int
     context: int = 0
@@ -79,7 +79,7 @@ class Case:
         return out, lse
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """(out, lse) in fp64 by the reference, from parents and slots: nothing of ``batch``."""
+        """(out, lse) in fp64 from the reference, using parents and slots: nothing of ``batch``."""
         out = torch.full_like(self.query, NAN, dtype=torch.float64)
         lse = torch.full_like(out[..., 0], NAN)
         row, options = 0, self.options
@@ -117,14 +117,14 @@ class Case:
         return found if scale is None else found * scale.double()
 
     def differences(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
-        """Largest differences to the reference of an output and an LSE.
+        """Largest differences of an output and an LSE from the reference.
 
-        Rows of no request must be as they were.
+        Rows outside all requests must be unchanged.
         """
         return self._differences(out, lse, *self.expected())
 
     def differences_to_torch(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
-        """To the twin in torch, which reads ``batch``: for batches that no requests make."""
+        """Differences from the torch twin, which reads ``batch``; for batches that never occur."""
         return self._differences(out, lse, *self.run(paged_tree_attention_torch, torch.float64))
 
     def _differences(
@@ -183,7 +183,7 @@ def make_case(
 ) -> Case:
     """``nodes`` pads the trees, ``slack`` loosens the bound of query lengths.
 
-    ``layout`` is how a cache block lies in memory; with ``static`` all requests share one tree,
+    ``layout`` is the memory layout of a cache block; with ``static`` all requests share one tree,
     expanded.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -209,7 +209,7 @@ def make_case(
 
     needed = [-(-(r.context + r.rows) // block) for r in requests]
     ids = torch.randperm(sum(needed), generator=generator) + 1
-    poisoned = sum(needed) + 1  # blocks 0 and the last hold nothing but NaN
+    poisoned = sum(needed) + 1  # blocks 0 and the last only hold NaN
     table = torch.full((count, max(needed) + 2), poisoned, dtype=torch.int32)
     k_scale, v_scale = torch.tensor([0.5]), torch.tensor([1.75])
     if kv_dtype not in FP8_DTYPES:
@@ -232,12 +232,12 @@ def make_case(
     if layout == "tokens first":
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
     key_cache, value_cache = cache.to(device).transpose(1, 2).split(dim, -1)
-    if layout == "channels first":  # no vLLM layout: any strides will do
+    if layout == "channels first":  # not a vLLM layout: any strides must work
         key_cache = key_cache.transpose(1, 3).contiguous().transpose(1, 3)
 
     sink_values = torch.linspace(-2, 3, heads[0])
     if heads[0] > 2:
-        sink_values[0], sink_values[-1] = -120, 120  # whose exponentials are no fp32 numbers
+        sink_values[0], sink_values[-1] = -120, 120  # whose exponentials overflow fp32
     total = sum(r.rows for r in requests)
     cu = torch.tensor([sum(r.rows for r in requests[:b]) for b in range(count + 1)])
     lens = torch.tensor([r.context + r.rows for r in requests])

@@ -46,7 +46,7 @@ class Case:
     slots: tuple[Tensor, ...]  # int64 [context + nodes] of each request
 
     def expected(self, softcap: float, sinks: Tensor | None, out: Tensor) -> Tensor:
-        """Write the reference's rows to ``out``, in fp64; nothing of ``meta`` is read."""
+        """Write the reference's rows to ``out``, in fp64; does not read ``meta``."""
         for parents, slots, row in zip(self.parents, self.slots, self.starts.tolist(), strict=True):
             count = len(parents)
             out[row : row + count], _ = attention_reference(
@@ -74,9 +74,9 @@ def make_case(
     gap: int = 0,
     seed: int = 0,
 ) -> Case:
-    """Build a poisoned cache in which only what the trees may see holds numbers.
+    """Build a poisoned cache with numbers only in slots that the trees may see.
 
-    ``gap`` rows stand before each tree. Blocks that a sliding window has left behind point to
+    ``gap`` rows precede each tree. Blocks before a sliding window point to
     block 0, the null block.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -18,7 +18,7 @@ from support.runner import ON_V2, on_v1, sized
 
 TOKENS = sized(48, 12)
 COMMON: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
-Known = list[tuple[int, list[int]]]  # what `RecordingWorker.plant` takes
+Known = list[tuple[int, list[int]]]  # argument of `RecordingWorker.plant`
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Plain:
 
     @property
     def known_greedy(self) -> Known:
-        """The future of the greedy requests."""
+        """The future tokens of the greedy requests."""
         pairs = zip(self.greedy.prompts, self.greedy.outputs, strict=True)
         return [(request_key(prompt, None), list(output)) for prompt, output in pairs]
 
     @property
     def known_seeded(self) -> Known:
-        """The future of the seeded requests."""
+        """The future tokens of the seeded requests."""
         pairs = zip(self.prompts, self.seeded, strict=True)
         return [(request_key(prompt, o.seed), list(o.tokens)) for prompt, o in pairs]
 
@@ -49,13 +49,13 @@ class Plain:
         return {request_key(prompt, o.seed) for prompt, o in pairs if not o.steady}
 
     def unlike_seeded(self, completions: list[Any]) -> list[int]:
-        """Indices at which the first of the seeded requests were answered otherwise."""
+        """Indices of seeded requests (from the first) with other answers."""
         pairs = zip(self.seeded, completions, strict=False)
         return [i for i, (o, got) in enumerate(pairs) if o.steady and o.completion != got]
 
 
 def plain_vllm(model: str) -> Plain:
-    """Ask plain vLLM, in this process."""
+    """Run plain vLLM in this process."""
     prompts = random_prompts(sized(96, 5), VOCAB, longest=sized(60, 20), seed=41)
     params = seeded(len(prompts), 7000, max_tokens=TOKENS, temperature=1.0)
     with on_v1(), engine(model) as llm:
@@ -79,12 +79,12 @@ class Run:
         return [decision for decision in self.ranks[0] if decision.num_nodes > 1]
 
     def differing(self) -> int:
-        """Decisions that not all ranks made alike, in the order they were made."""
+        """Number of decisions that differ between ranks, in order of creation."""
         return sum(len(set(alike)) > 1 for alike in zip_longest(*self.ranks))
 
 
 def run(llm: LLM, prompts: Sequence[Prompt], params: Any, known: Known | None = None) -> Run:
-    """Answer requests; drafts are planted where their future is known."""
+    """Run requests; drafts are planted where future tokens are known."""
     llm.collective_rpc("plant", args=(known or [],))
     completions = complete(llm, prompts, params)
     return Run(completions, [decisions(r) for r in llm.collective_rpc("take_decisions")])
@@ -101,7 +101,7 @@ def run_seeded(llm: LLM, plain: Plain, count: int | None = None) -> Run:
 
 
 def assert_same_decisions(alone: Run, shared: Run, left_out: set[int]) -> None:
-    """One rank's decisions and those of several: the same but for drafts that nearly tie."""
+    """Decisions of one rank and of several are equal, except near-ties of drafts."""
     one, other = (
         sorted(d for d in result.ranks[0] if d.request not in left_out)
         for result in (alone, shared)

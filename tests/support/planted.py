@@ -1,7 +1,7 @@
 """An oracle proposer: it plants the plain engine's tokens on random tree paths.
 
-Trained heads rarely accept long paths off the first branch; this makes every step do so, which is
-what moves KV. The rest of the tree is filled with random tokens.
+Trained heads rarely accept long paths off the first branch; this makes every step do so, which
+moves KV. The rest of the tree is filled with random tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def planted(
     seed: int = 0,
     miss: float = 0.1,
 ) -> Iterator[list[int]]:
-    """Within the block every runner with trees drafts what ``outputs`` say, on a random leaf path.
+    """Within the block every runner with trees drafts ``outputs`` on a random leaf path.
 
     With probability ``miss`` a planted token is wrong, so that walks also stop at inner nodes.
-    Yields a list that collects, per request and step, whether the planted path leaves the slots
-    in order (0) or has to be moved (1).
+    Yields a list that records, per request and step, whether the planted path has its slots
+    in order (0) or must be moved (1).
     """
     known = {tuple(p): list(o) for p, o in zip(prompts, outputs, strict=True)}
 
@@ -61,7 +61,7 @@ def _planting(
     moves: list[int] = []
 
     def drafts_of(request: Any, tree: TokenTree) -> list[int] | None:
-        """Drafts in node order, or None to leave those of the heads."""
+        """Drafts in node order, or None to keep those of the heads."""
         if not (known := output(request)):
             return None
         return _plant(tree, known[len(request.output_token_ids) :], rng, vocab, miss, moves)
@@ -108,7 +108,7 @@ def _planting_on_v2(drafts_of: DraftsOf) -> Iterator[None]:
     from vllm_medusa.worker.v2.speculator import TreeSpeculator
 
     sample_tokens, original = GPUModelRunner.sample_tokens, TreeSpeculator.propose
-    running: list[Any] = []  # the runner whose speculator is asked
+    running: list[Any] = []  # the runner whose speculator is called
 
     def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
         running[:] = [self]
@@ -149,7 +149,7 @@ def _planting_on_v2(drafts_of: DraftsOf) -> Iterator[None]:
 
 
 def _of_parents(parents: Sequence[int]) -> TokenTree:
-    """The tree of these drafts' parents; a child's rank is its place among its siblings."""
+    """The tree with these parents; a child's rank is its index among its siblings."""
     paths: list[tuple[int, ...]] = [()]
     for node, parent in enumerate(parents):
         paths.append((*paths[parent], list(parents[:node]).count(parent)))

@@ -1,4 +1,4 @@
-"""In place of what lookup finds: the future of chaotic texts, which never repeat themselves."""
+"""Replaces lookup's results by future tokens of chaotic texts, which never repeat."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 from vllm_medusa.lookup import lookup
 
-_LAST = 6  # tokens that tell where in a text a request is
+_LAST = 6  # tokens that identify a position in a text
 
 
 class PlantedCopies:
-    """Knows how texts go on, and is wrong now and then."""
+    """Knows how texts continue, and is sometimes wrong."""
 
     def __init__(self, texts: Sequence[Sequence[int]], shift: int = 0) -> None:
-        """Take in whole ``texts``; what is planted is ``shift`` tokens off."""
+        """Store complete ``texts``; planted tokens are ``shift`` positions off."""
         self._rng, self._shift = random.Random(0), shift
         self._after = {
             tuple(text[end - _LAST : end]): list(text[end:])
@@ -28,7 +28,7 @@ class PlantedCopies:
         }
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
-        """From now on this is what lookup finds."""
+        """Replace the results of lookup."""
         patch.setattr(lookup, "continuations", self._of_batch)
 
     def _of_batch(self, texts: Any, rows: Any, lengths: Any, count: int) -> tuple[Any, Any]:

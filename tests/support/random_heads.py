@@ -1,4 +1,4 @@
-"""Random heads as plain tensors, their spelling in every format, and the naive forward pass."""
+"""Random heads as plain tensors, in every format, and the naive forward pass."""
 
 import json
 from dataclasses import dataclass

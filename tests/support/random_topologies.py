@@ -1,4 +1,4 @@
-"""Dynamic trees as no heads would choose them."""
+"""Dynamic trees that no heads would choose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_medusa.tree.drafts import DraftTrees
 
 
 def random_topologies(patch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
-    """Any parents-first candidates, others for every request and step; returns them all."""
+    """Random parents-first candidates, new ones for every request and step; returns them all."""
     generator = torch.Generator().manual_seed(0)
     seen: set[tuple[int, ...]] = set()
 

@@ -39,7 +39,7 @@ class Case:
 
 
 def make_case(seed: int, batch: int, max_nodes: int, vocab: int, deep: bool = False) -> Case:
-    """Every request gets a tree of its own; padding nodes hold plausible garbage."""
+    """Every request gets its own tree; padding nodes hold plausible garbage."""
     rng = random.Random(seed)
     low = 3 if deep else max_nodes
     parents = torch.tensor(
@@ -50,7 +50,7 @@ def make_case(seed: int, batch: int, max_nodes: int, vocab: int, deep: bool = Fa
     )
     num_nodes = torch.tensor([rng.randint(1, max_nodes) for _ in range(batch)])
     tree = TreeBatch.from_parents(parents, num_nodes, max_nodes - 1)
-    depth = int(tree.depths.max()) + rng.randint(0, 1)  # a bound, not always met
+    depth = int(tree.depths.max()) + rng.randint(0, 1)  # an upper bound, not always reached
     tree = replace(tree, max_depth=depth)
     token_ids = torch.tensor(
         [[rng.randrange(vocab) for _ in range(max_nodes)] for _ in range(batch)]

@@ -1,8 +1,8 @@
-"""A worker that remembers what its rank decided, so that a test can compare the ranks.
+"""A worker that records what its rank decided, so that a test can compare the ranks.
 
-Named as ``worker_cls``. A test talks to it with ``LLM.collective_rpc``, which every executor has;
-arguments and results are lists of plain numbers, which every transport carries. What is not the
-same on vLLM's two model runners is in `recording_v1` and `recording_v2`.
+Used as ``worker_cls``. Tests call it with ``LLM.collective_rpc``, which every executor has;
+arguments and results are lists of plain numbers, which every transport supports. Differences
+between vLLM's two model runners are in `recording_v1` and `recording_v2`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from support.runner import sized
 from vllm_medusa.tree import TokenTree
 
 WORKER = f"support.recording_{sized('v1', 'v2')}.RecordingWorker"
-MISS = 0.1  # a planted token is wrong this often, so that walks also stop at inner nodes
+MISS = 0.1  # probability of a wrong planted token, so that walks also stop at inner nodes
 
 
 class Decision(NamedTuple):
-    """What one rank made of one request in one step."""
+    """The decision of one rank for one request in one step."""
 
     request: int  # see `request_key`
     position: int  # output tokens after the step
     num_nodes: int  # of the tree, root included; 1: a plain step
     nodes: tuple[int, ...]  # the accepted path, root first
     output: tuple[int, ...]  # accepted tokens and the one after them
-    drafts: tuple[int, ...]  # what the heads propose next, before anything is planted
+    drafts: tuple[int, ...]  # the next drafts of the heads, before planting
 
 
 def request_key(prompt: Sequence[int], seed: int | None) -> int:
-    """Tells requests apart, alike in every process and engine."""
+    """An id for a request that is equal in every process and engine."""
     return zlib.crc32(repr((list(prompt), seed)).encode())
 
 
 def decisions(rows: Sequence[Sequence[Any]]) -> list[Decision]:
-    """What `Recording.take_decisions` returned, as `Decision`."""
+    """Convert the output of `Recording.take_decisions`."""
     return [Decision(*(tuple(x) if isinstance(x, list) else x for x in row)) for row in rows]
 
 
@@ -46,7 +46,7 @@ class Recording:
     """Worker mixin with methods and records for tests."""
 
     def init_device(self) -> None:
-        """Start with nothing."""
+        """Start without records."""
         super().init_device()
         self._decisions: list[list[Any]] = []
         self._known: dict[int, list[int]] = {}
@@ -57,18 +57,18 @@ class Recording:
         raise NotImplementedError
 
     def process_id(self) -> int:
-        """The operating system's number of this rank's process."""
+        """The process id of this rank."""
         return os.getpid()
 
     def shard(self) -> list[int] | None:
-        """(first id, number of ids) this rank ranks; None: the whole vocabulary."""
+        """(first id, number of ids) scored by this rank; None: the whole vocabulary."""
         shard = self.drafter._shard
         return None if shard is None else [shard.first_id, shard.num_ids]
 
     def plant(self, known: list[tuple[int, list[int]]]) -> None:
-        """From now on draft for these requests what is known to come, on a random leaf's path.
+        """From now on, draft the known future tokens of these requests on a random leaf path.
 
-        A request that is not known but limited to some tokens gets random ones of them.
+        Requests that are unknown but limited to some tokens get random ones of these.
         """
         self._known = {key: list(tokens) for key, tokens in known}
 
@@ -80,7 +80,7 @@ class Recording:
     def planted(
         self, prompt: Sequence[int], params: Any, position: int, decision: Sequence[Any]
     ) -> list[int] | None:
-        """Keep ``decision``, the last four fields of a `Decision`; say what to draft instead."""
+        """Record ``decision``, the last fields of a `Decision`; returns the drafts to use."""
         key = request_key(prompt, params.seed)
         self._decisions.append([key, position, *decision])
         if key not in self._known and not params.allowed_token_ids:

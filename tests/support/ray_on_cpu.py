@@ -1,14 +1,14 @@
 """vLLM's Ray executor on CPUs, which vLLM refuses without a device that Ray counts.
 
-Ray is told of as many GPUs as ranks are wanted and never asked for one; in the driver and in every
-worker vLLM's CPU platform says that its devices are called so.
+Ray is given a GPU count equal to the number of ranks, but never uses one; in the driver and every
+worker, vLLM's CPU platform reports its devices as GPUs.
 """
 
 from __future__ import annotations
 
 import os
 
-# Ray gives its server and node 30 s to start, workers 60 s; other tests may have the cores.
+# Ray gives its server and node 30 s to start, workers 60 s; other tests may use the cores.
 PATIENCE_S = 300
 LIMITS = {
     "RAY_gcs_server_port_wait_time_s": PATIENCE_S,
@@ -19,7 +19,7 @@ LIMITS = {
 
 
 def call_cpus_gpus() -> None:
-    """What Ray counts as a device of vLLM's CPU platform; Ray calls this in every worker."""
+    """Report vLLM's CPU platform as a Ray GPU device; Ray calls this in every worker."""
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.ray_device_key = "GPU"
@@ -28,7 +28,7 @@ def call_cpus_gpus() -> None:
 def start_ray(num_devices: int) -> None:
     """A local cluster that ends with this process; vLLM's engine process joins it."""
     os.environ |= {name: str(limit) for name, limit in LIMITS.items()}
-    import ray  # reads them
+    import ray  # reads the variables
 
     call_cpus_gpus()
     cluster = ray.init(

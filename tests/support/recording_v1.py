@@ -12,10 +12,10 @@ from vllm_medusa.worker.v1.worker import MedusaCPUWorker
 
 
 class RecordingWorker(Recording, MedusaCPUWorker):
-    """Records every decision; drafts, draws or logits can be interfered with."""
+    """Records every decision; drafts, samples or logits can be disturbed."""
 
     def init_device(self) -> None:
-        """Hook the one runner this worker has."""
+        """Hook this worker's only runner."""
         super().init_device()
         self._verifier = self.model_runner._verifier
         self._propose = self.model_runner.propose_draft_token_ids
@@ -27,7 +27,7 @@ class RecordingWorker(Recording, MedusaCPUWorker):
         return self.model_runner.drafter
 
     def disturb(self, kind: str) -> None:
-        """Make this rank differ from rank 0, which is left alone."""
+        """Make this rank differ from rank 0, which is unchanged."""
         if kind == "shared_draws":
             torch.manual_seed(self.rank)
         else:
@@ -69,8 +69,8 @@ def _path(verdict: Any, index: int) -> list[int]:
 
 
 def _other_draws(verifier: Callable[..., Any], rank: int) -> Callable[..., Any]:
-    """Every request's generator starts elsewhere on every rank."""
-    met: dict[int, torch.Generator] = {}  # by id; kept alive, so that ids stay their own
+    """Every request's generator starts in a different state on every rank."""
+    met: dict[int, torch.Generator] = {}  # by id; kept alive, so that ids stay unique
 
     def verify(logits: Any, step: Any, metadata: Any, *rest: Any) -> Any:
         for generator in metadata.generators.values():
@@ -83,7 +83,7 @@ def _other_draws(verifier: Callable[..., Any], rank: int) -> Callable[..., Any]:
 
 
 def _other_logits(verifier: Callable[..., Any], rank: int) -> Callable[..., Any]:
-    """Add noise to the logits of every rank but the first, a tenth of their spread."""
+    """Add noise to the logits of every rank except the first, a tenth of their spread."""
 
     def verify(logits: Any, *rest: Any) -> Any:
         noise = rank * 0.1 * logits.std() * torch.randn_like(logits)

@@ -13,10 +13,10 @@ from vllm_medusa.worker.v2.worker import MedusaCPUWorker
 
 
 class RecordingWorker(Recording, MedusaCPUWorker):
-    """Records every decision; drafts, draws or logits can be interfered with."""
+    """Records every decision; drafts, samples or logits can be disturbed."""
 
     def init_device(self) -> None:
-        """Hook the one runner this worker has."""
+        """Hook this worker's only runner."""
         prepare()
         super().init_device()
         self._requests: dict[int, Any] = {}  # by slot in vLLM's state
@@ -37,10 +37,10 @@ class RecordingWorker(Recording, MedusaCPUWorker):
         return self.model_runner.speculator.drafter
 
     def disturb(self, kind: str) -> None:
-        """Make this rank differ from rank 0, which is left alone."""
+        """Make this rank differ from rank 0, which is unchanged."""
         self._disturbance = kind
         if kind == "shared_draws":
-            np.random.seed(self.rank)  # of it vLLM makes the seeds of requests without one
+            np.random.seed(self.rank)  # vLLM derives the seeds of unseeded requests from it
 
     def restore(self) -> None:
         """Undo `disturb`."""

@@ -1,10 +1,10 @@
-"""A recording of the demo, by hand."""
+"""A hand-written recording of the demo."""
 
 from demo.recording import Recording, Run, Step, Take
 
 
 def take(steps: list[tuple[float, str]]) -> Take:
-    """Each letter is a token; its id is its place."""
+    """Each letter is a token; its id is its position."""
     return Take(
         tuple(Step(at, tuple(letters)) for at, letters in steps),
         tuple(range(sum(len(letters) for _, letters in steps))),

@@ -8,7 +8,7 @@ from vllm_medusa.offline.records import Record
 
 
 def random_records(count: int = 12, seed: int = 0) -> list[Record]:
-    """Several spans each, at the edges too."""
+    """Several spans each, also at the edges."""
     rng = random.Random(seed)
     records = []
     for index in range(count):

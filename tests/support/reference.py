@@ -9,24 +9,24 @@ from vllm import LLM
 
 from support.engines import Completion, Prompt, completion_of, generate, greedy
 
-# Two runs in fp32 may differ where the best two logits do by rounding errors (about 1e-5 here).
+# Two fp32 runs may differ where the best two logits are within rounding errors (about 1e-5 here).
 NEAR_TIE = 1e-3
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Greedy outputs of plain vLLM, with no near-tie in any of them."""
+    """Greedy outputs of plain vLLM, without near-ties."""
 
     prompts: list[Prompt]
     completions: list[Completion]
-    dropped: int  # prompts whose output met a near-tie
+    dropped: int  # prompts whose output has a near-tie
 
     @property
     def outputs(self) -> list[tuple[int, ...]]:
         return [completion.token_ids for completion in self.completions]
 
     def part(self, start: int, count: int) -> Reference:
-        """Some of it, counted round and round."""
+        """A part of it, wrapping around."""
         chosen = [(start + i) % len(self.prompts) for i in range(count)]
         return Reference(
             [self.prompts[i] for i in chosen], [self.completions[i] for i in chosen], 0
@@ -34,7 +34,7 @@ class Reference:
 
 
 def plain_greedy(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> Reference:
-    """Run plain vLLM; prompts on which even plain vLLM might disagree with itself are dropped."""
+    """Run plain vLLM; prompts with near-ties, where runs might differ, are dropped."""
     outputs = generate(llm, prompts, greedy(max_tokens, logprobs=2))
     kept = [
         (list(prompt), completion_of(output.outputs[0]))
@@ -51,7 +51,7 @@ def top_gap(logprobs: dict[int, object]) -> float:
 
 
 def assert_chaotic(outputs: Sequence[Sequence[int]], distinct: float = 0.6) -> None:
-    """Outputs neither loop nor resemble each other; ``distinct`` of each one's tokens are.
+    """Outputs neither loop nor resemble each other; a share ``distinct`` of tokens is distinct.
 
     Of n uniform draws among 512 tokens about 512 * (1 - exp(-n / 512)) are distinct: 46 of 48.
     """
@@ -65,6 +65,6 @@ def assert_chaotic(outputs: Sequence[Sequence[int]], distinct: float = 0.6) -> N
 
 
 def differing(expected: Sequence[Completion], got: Sequence[Completion]) -> list[int]:
-    """Indices of requests whose outcome is not the same in every respect."""
+    """Indices of requests whose outcome differs in any respect."""
     assert len(expected) == len(got)
     return [i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]

@@ -1,6 +1,6 @@
-"""Which of vLLM's model runners this process is about; one suite serves both.
+"""Which of vLLM's model runners this process tests; one suite covers both.
 
-On V2 every kernel is Python (`support.triton_on_cpu`), so the tests ask for less there.
+On V2 every kernel runs in Python (`support.triton_on_cpu`), so tests are smaller there.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ ON_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 
 
 def sized(on_v1: T, on_v2: T) -> T:
-    """A requested amount."""
+    """Choose a size by runner."""
     return on_v2 if ON_V2 else on_v1
 
 
 def compaction() -> ModuleType:
-    """The module in which the runner looks up ``compact_group``, for controls that replace it."""
+    """The module where the runner looks up ``compact_group``, for controls that replace it."""
     name = "cpu_attention" if ON_V2 else "v1.runner"
     return importlib.import_module(f"vllm_medusa.worker.{name}")
 
 
 @contextmanager
 def on_v1() -> Iterator[None]:
-    """Engines started within the block run on V1, whichever runner this process is about.
+    """Engines started within the block run on V1, whichever runner this process tests.
 
-    There plain vLLM is five times as fast as through the interpreter, and says the same at
-    temperature 0: V2's trees are then compared with V1's tokens. Seeds mean other tokens on V2.
+    On V1 plain vLLM is five times as fast as with the interpreter, and gives the same tokens at
+    temperature 0: V2's trees are then compared with V1's tokens. Seeds give other tokens on V2.
     """
-    asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    requested = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     try:
         yield
     finally:
-        if asked is None:
+        if requested is None:
             del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
         else:
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = asked
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = requested
 
 
 @contextmanager
 def async_scheduling() -> Iterator[None]:
-    """Engines started within the block schedule ahead, which vLLM switches off on its CPUs."""
+    """Engines started within the block schedule ahead, which vLLM disables on CPUs."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.__dict__["check_and_update_config"]

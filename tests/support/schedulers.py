@@ -1,4 +1,4 @@
-"""The plugin's scheduler without an engine, for workers that only pretend."""
+"""The plugin's scheduler without an engine, for simulated workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK, BLOCKS = 16, 200
 def new_scheduler(
     target: str, speculative: dict[str, Any], *, ahead: bool = False, **limits: Any
 ) -> TreeScheduler:
-    """A scheduler of requests up to 256 tokens; ``ahead``: asynchronous."""
+    """A scheduler for requests of up to 256 tokens; ``ahead``: asynchronous."""
     config = EngineArgs(
         target, dtype="float32", max_model_len=256, enable_prefix_caching=False,
         speculative_config=speculative, **limits,

@@ -1,6 +1,6 @@
-"""A simulated server: steps of known cost and drafts of known worth, for the budget.
+"""A simulated server, with known step costs and acceptance, for the budget.
 
-What a budget is told is noisy; what it is judged by is the expectation of both.
+The budget receives noisy values; it is evaluated by their expectation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_medusa.budget.acceptance import Acceptance, Drafted
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.budget.policy import Auto, Fixed
 
-NODES, HEADS = 12, 5  # candidates of a request
+NODES, HEADS = 12, 5  # candidates per request
 CPU = (
     (1, 4, 8, 16, 24, 32, 64, 128, 4096),
     (1.0, 1.1, 1.2, 1.4, 1.5, 2.0, 3.0, 5.8, 180.0),
@@ -23,17 +23,17 @@ CPU = (
 
 @dataclass
 class Server:
-    """What happens in a simulation.
+    """Parameters of a simulation.
 
     Attributes:
-        base: rows and the step's number -> ms.
-        requests: number of the step -> how many decode.
-        sure: number of the step -> how sure heads are, in (0, 1).
-        right: accepted against predicted.
-        heads: ms for heads: at all, and a request; if all of them run.
-        tree: ms for attention over drafts: at all, and a node.
-        noise: of a step's time, relative.
-        outliers: share of steps that take ten times as long.
+        base: rows and step number -> ms.
+        requests: step number -> number of decoding requests.
+        sure: step number -> confidence of the heads, in (0, 1).
+        right: accepted relative to predicted tokens.
+        heads: ms for all heads: fixed, and per request.
+        tree: ms for attention over drafts: fixed, and per node.
+        noise: relative noise of a step's time.
+        outliers: fraction of steps that take ten times as long.
 
     """
 
@@ -58,16 +58,16 @@ class Record:
     """[steps] each."""
 
     nodes: list[int] = field(default_factory=list)
-    drafting: list[bool] = field(default_factory=list)  # trials aside
+    drafting: list[bool] = field(default_factory=list)  # without trials
     tokens: list[float] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)
 
     def speed(self, start: int = 0, stop: int | None = None) -> float:
-        """Tokens per millisecond from one step to another."""
+        """Tokens per millisecond between two steps."""
         return sum(self.tokens[start:stop]) / sum(self.ms[start:stop])
 
     def against(self, other: Record, start: int = 0, window: int = 100) -> float:
-        """Mean over windows of the speed against another's, whatever the load in each."""
+        """Mean over windows of the speed relative to another record, for any load in each."""
         stops = range(start, len(self.ms), window)
         return float(
             np.mean([self.speed(i, i + window) / other.speed(i, i + window) for i in stops])
@@ -75,7 +75,7 @@ class Record:
 
 
 def drafts(rng: np.random.Generator, requests: int, sure: float) -> np.ndarray:
-    """[requests, NODES] survivals, best first: a spine of five with two siblings at each depth."""
+    """[requests, NODES] survivals, best first: a chain of five with two siblings at each depth."""
     heads = rng.beta(2 * sure, 2 * (1 - sure), (requests, 5))
     reached = np.concatenate([np.ones((requests, 1)), heads.cumprod(1)[:, :-1]], 1)
     beside = reached * (1 - heads)
@@ -86,7 +86,7 @@ def drafts(rng: np.random.Generator, requests: int, sure: float) -> np.ndarray:
 def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
     """Run a number of steps with a fixed number of nodes per request, or with a policy.
 
-    A policy that is ``even`` is asked as an asynchronous scheduler asks.
+    A policy that is ``even`` is called as by an asynchronous scheduler.
     """
     rng, noise = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     record, survival, limit = Record(), None, 0
@@ -96,7 +96,7 @@ def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
         room = requests * NODES
         drawn = drafts(rng, requests, server.sure(step))  # the same for all arms
         if survival is not None and len(survival) != requests:
-            survival = survival[:requests]  # who just came has none
+            survival = survival[:requests]  # new requests have no drafts
         counts, expected = np.zeros(0, int), np.zeros(0)
         if survival is not None:
             limited = limit if limit < NODES else None
@@ -104,8 +104,8 @@ def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
             if policy and not policy.even:
                 counts = np.array(policy.counts(offered, requests, room))
             else:
-                most = survival.size if policy else int(arm) * requests
-                counts = np.array(Fixed(NODES).counts(offered, requests, most))
+                maximum = survival.size if policy else int(arm) * requests
+                counts = np.array(Fixed(NODES).counts(offered, requests, maximum))
             kept = np.arange(survival.shape[1])[None, :] < counts[:, None]
             expected = (survival * kept).sum(1) * server.right
         nodes = int(counts.sum())
@@ -115,10 +115,10 @@ def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
         if policy:
             whole = np.floor(expected)
             accepted = whole + (noise.random(len(counts)) < expected - whole)
-            told = true * np.exp(noise.normal(0, server.noise))
-            told *= 10.0 if noise.random() < server.outliers else 1.0
+            measured = true * np.exp(noise.normal(0, server.noise))
+            measured *= 10.0 if noise.random() < server.outliers else 1.0
             tokens = requests + accepted.sum()
-            policy.observe(requests + nodes, requests, share, told, tokens)
+            policy.observe(requests + nodes, requests, share, measured, tokens)
             if survival is not None:
                 policy.acceptance.observe(offered, counts, accepted)
         record.nodes.append(nodes)

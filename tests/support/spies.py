@@ -1,4 +1,4 @@
-"""What the scheduler and the verifier really did: a test of mixed steps must have seen some."""
+"""Record what the scheduler and the verifier did, so that tests can require mixed steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Row:
     prompt: tuple[int, ...]
     computed: int  # tokens in the KV cache before the step
     scheduled: int  # tokens of the step, drafts included
-    num_nodes: int  # of the tree, root included; 1: nothing drafted
+    num_nodes: int  # of the tree, root included; 1: no drafts
     accepted: int = 0
 
     @property
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def is_partial_prefill(self) -> bool:
-        """A chunk that leaves some of the prompt to a later step."""
+        """A chunk that leaves part of the prompt to a later step."""
         return self.computed + self.scheduled < len(self.prompt)
 
 
@@ -40,7 +40,7 @@ Step = list[Row]
 
 @contextmanager
 def recorded_steps() -> Iterator[list[Step]]:
-    """Collect every step of every engine with trees that runs within the block."""
+    """Record every step of every engine with trees that runs within the block."""
     steps: list[Step] = []
     with (_recording_on_v2 if ON_V2 else _recording_on_v1)(steps):
         yield steps
@@ -135,7 +135,7 @@ def mixed(steps: Sequence[Step]) -> list[Step]:
 
 
 def accepted_per_step(steps: Sequence[Step], prompt: Sequence[int]) -> list[int]:
-    """How many drafts each verification of one request accepted."""
+    """Number of drafts accepted by each verification of one request."""
     return [row.accepted for row in tree_rows(steps) if row.prompt == tuple(prompt)]
 
 
@@ -144,14 +144,14 @@ def assert_told(
 ) -> None:
     """vLLM's statistics of each request equal what was scheduled and accepted, step by step.
 
-    The async scheduler may have scheduled one step more by the time it learns of a request's end.
+    The async scheduler may have scheduled one more step before it learns of a request's end.
     """
-    for prompt, told in zip(prompts, completions, strict=True):
+    for prompt, completion in zip(prompts, completions, strict=True):
         seen = [row for row in tree_rows(steps) if row.prompt == tuple(prompt)]
-        end = len(told.drafted)
+        end = len(completion.drafted)
         assert len(seen) - end in (0, 1)
-        assert tuple(row.num_nodes - 1 for row in seen[:end]) == told.drafted
-        assert tuple(row.accepted for row in seen[:end]) == told.accepted
+        assert tuple(row.num_nodes - 1 for row in seen[:end]) == completion.drafted
+        assert tuple(row.accepted for row in seen[:end]) == completion.accepted
 
 
 def mean_accepted(steps: Sequence[Step]) -> float:

@@ -1,10 +1,10 @@
-"""`random_trees.make_case` as a strategy of Hypothesis, which a machine with a GPU may lack."""
+"""`random_trees.make_case` as a Hypothesis strategy; Hypothesis may be missing on a GPU machine."""
 
 from hypothesis import strategies as st
 
 from support.random_trees import make_case
 
-# Few tokens, so that siblings often carry the same one and paths get long.
+# Few tokens, so that siblings often have equal tokens and paths get long.
 cases = st.builds(
     make_case,
     seed=st.integers(0, 2**32 - 1),

@@ -1,6 +1,6 @@
-"""The attention for CUDA under vLLM's V2 runner on a CPU (`support.triton_on_cpu`).
+"""The CUDA attention under vLLM's V2 runner on a CPU (`support.triton_on_cpu`).
 
-vLLM picks its attention by platform, and on CPUs never asks for another; so ours is registered as
+vLLM selects its attention by platform, and on CPUs supports only one; so ours is registered as
 CPU_ATTN. Its own Triton kernels for the cache and for steps without trees are interpreted too.
 """
 
@@ -19,12 +19,12 @@ from vllm_medusa.worker import cuda_attention
 from vllm_medusa.worker.v2 import cuda_warmup, platform, state
 
 BACKEND = f"{cuda_attention.__name__}.{cuda_attention.TreeAttentionBackend.__name__}"
-NUM_SMS = 8  # so many that small batches have their keys split
+NUM_SMS = 8  # enough that small batches have their keys split
 
 
 @contextmanager
 def triton_attention_on_cpu() -> Iterator[None]:
-    """Engines with trees started within the block run the attention for CUDA."""
+    """Engines with trees started within the block run the CUDA attention."""
 
     def tree_backend() -> platform.TreeBackend:
         return platform.TreeBackend(
@@ -37,6 +37,6 @@ def triton_attention_on_cpu() -> Iterator[None]:
         for module in (platform, state, cuda_warmup):
             patch.setattr(module, "tree_backend", tree_backend)
         patch.setattr(launch, "device_limits", lambda device: limits._replace(num_sms=NUM_SMS))
-        # vLLM's kernel that writes the cache asks, for its tile size
+        # read by vLLM's cache-writing kernel, for its tile size
         patch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
         yield

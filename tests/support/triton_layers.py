@@ -1,4 +1,4 @@
-"""A layer of the Triton attention over `support.triton_steps`."""
+"""A layer of the Triton attention for `support.triton_steps`."""
 
 from typing import Any
 

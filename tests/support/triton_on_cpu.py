@@ -1,8 +1,8 @@
-"""Lets vLLM's V2 model runner run on a machine without a GPU: Triton through its interpreter.
+"""Makes vLLM's V2 model runner run on a machine without a GPU: Triton with its interpreter.
 
-A pytest plugin (``-p support.triton_on_cpu``), since all of it has to happen before vLLM or Triton
-is imported: vLLM on CPU takes Triton for usable if a backend named "cpu" is installed, and
-`TRITON_INTERPRET` makes every kernel Python. Processes started from here inherit both.
+A pytest plugin (``-p support.triton_on_cpu``), because it must run before vLLM or Triton
+is imported: vLLM on CPU considers Triton usable if a backend named "cpu" is installed, and
+`TRITON_INTERPRET` makes every kernel run as Python. Child processes inherit both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BACKEND = str(Path(__file__).with_name("triton_backend"))
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines run here, where tests can look in
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process, for inspection
 if BACKEND not in sys.path:
     sys.path.insert(0, BACKEND)
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -31,19 +31,19 @@ if BACKEND not in sys.path:
 
 
 def pytest_sessionstart() -> None:
-    """Put in place what the interpreter can not do, or takes too long for."""
+    """Replace what the interpreter does not support, or is too slow for."""
     prepare()
 
 
 @functools.cache
 def prepare() -> None:
-    """Before an engine starts, in every process that has one.
+    """Call it before an engine starts, in every process with an engine.
 
-    vLLM truncates to top-k and top-p in torch, and grammars' masks are applied in torch: the
+    vLLM truncates to top-k and top-p in torch, and applies grammar masks in torch: the
     interpreter fails on its kernels (a loop variable that it expects to be a tensor is a Python int
-    there). The drafts and the walk come from torch too, for a kernel of ours takes three quarters
-    of a step here: that both forms give the same bits is what `tests/unit/*/test_kernel.py` are
-    about, and `rules_in_triton` is there for whole engines.
+    there). Drafting and the walk also use torch, because our kernels take three quarters
+    of a step here: that both give the same bits is tested in `tests/unit/*/test_kernel.py`,
+    and `rules_in_triton` enables them for whole engines.
     """
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
@@ -53,13 +53,13 @@ def prepare() -> None:
     topk_topp_sampler.HAS_TRITON = False
     StructuredOutputsWorker.apply_grammar_bitmask = _apply_grammar_bitmask
     _rules_in_triton(False)
-    importlib.import_module("vllm_medusa.worker.practice").SECONDS = 1.0  # steps are a second
+    importlib.import_module("vllm_medusa.worker.practice").SECONDS = 1.0  # steps take a second
 
 
 def _apply_grammar_bitmask(
     self: Any, logits: Any, batch: Any, req_ids: Sequence[str], bitmask: Any
 ) -> None:
-    """What vLLM's kernel does, which the interpreter fails on: a mask's row for each logits row."""
+    """Replaces vLLM's kernel, on which the interpreter fails: one mask row per logits row."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""Steps as vLLM's runner lays them out for the Triton attention's metadata builder, without one."""
+"""Steps in the layout of vLLM's runner, for the Triton attention's metadata builder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_medusa.worker.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]])
 NODES = TREE.num_nodes  # 7
-MOST, BLOCK, DIM = 6, 16, 32
+MAX_SEQS, BLOCK, DIM = 6, 16, 32
 HEADS, KV_HEADS = COMMON["num_attention_heads"], COMMON["num_key_value_heads"]
 
 
@@ -37,17 +37,17 @@ def save_target(folder: Path) -> Path:
 
 
 def make_config(target: Path, heads: str | None, dynamic: bool = False) -> Any:
-    """An engine's config; with ``heads``, for `TREE`, or for dynamic trees of as many nodes."""
-    asked = {"method": "medusa", "model": heads, "tree": TREE.to_lists()}
+    """An engine's config; with ``heads``, for `TREE`, or for dynamic trees of the same size."""
+    speculative = {"method": "medusa", "model": heads, "tree": TREE.to_lists()}
     if dynamic:
-        asked = {"method": "medusa", "model": heads, "budget": NODES - 1}
+        speculative = {"method": "medusa", "model": heads, "budget": NODES - 1}
     return EngineArgs(
         str(target),
         dtype="float32",
         skip_tokenizer_init=True,
-        max_num_seqs=MOST,
+        max_num_seqs=MAX_SEQS,
         max_model_len=512,
-        speculative_config=asked if heads else None,
+        speculative_config=speculative if heads else None,
     ).create_engine_config()
 
 
@@ -59,16 +59,16 @@ def make_builder(config: Any) -> TreeMetadataBuilder:
 
 
 class Buffers:
-    """The runner's: written in place from step to step."""
+    """The runner's buffers, updated in place from step to step."""
 
     def __init__(self) -> None:
-        self.query_start_loc = torch.zeros(MOST + 1, dtype=torch.int32)
-        self.seq_lens = torch.zeros(MOST, dtype=torch.int32)
-        self.block_table = torch.arange(MOST * 8, dtype=torch.int32).view(MOST, 8)
+        self.query_start_loc = torch.zeros(MAX_SEQS + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(MAX_SEQS, dtype=torch.int32)
+        self.block_table = torch.arange(MAX_SEQS * 8, dtype=torch.int32).view(MAX_SEQS, 8)
         self.slot_mapping = torch.zeros(200, dtype=torch.int64)
 
     def batch(self, requests: list[tuple[int, int]], padded: int = 0) -> CommonAttentionMetadata:
-        """Requests of (rows, context), padded to ``padded`` requests of the longest one's rows."""
+        """Requests of (rows, context), padded to ``padded`` requests of the max number of rows."""
         count, rows = len(requests), [rows for rows, _ in requests]
         padded = max(padded, count)
         total = sum(rows)
@@ -107,7 +107,7 @@ def build(
     num_nodes: list[int] | None,
     trees: TreesOf | None = None,
 ) -> TritonAttentionMetadata:
-    """As `TreeModelState` does."""
+    """As in `TreeModelState`."""
     builder.step = None if num_nodes is None else step_of(num_nodes, trees)
     try:
         return builder.build(0, common)

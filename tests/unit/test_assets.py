@@ -1,4 +1,4 @@
-"""The model that tests share: it loads, fits together, is small, and the heads can predict."""
+"""The model shared by tests: it loads, its parts match, it is small, and the heads predict."""
 
 import json
 from functools import cache
@@ -49,7 +49,7 @@ def unseen():
     return logits[:stop].transpose(0, 1), labels
 
 
-def test_heads_are_made_for_the_target_and_their_tree_for_them():
+def test_heads_and_tree_fit_the_target():
     info = peek_heads(ASSETS / "heads")
     config = json.loads((ASSETS / "target" / "config.json").read_text())
     assert (info.hidden_size, info.vocab_size) == (config["hidden_size"], config["vocab_size"])
@@ -66,7 +66,7 @@ def test_each_head_predicts_unseen_text():
     assert bool((right > floors[: len(right)]).all()), right.tolist()
 
 
-def test_the_heads_know_more_than_the_lm_head_alone():
+def test_the_heads_are_better_than_the_lm_head():
     logits, labels = unseen()
     untrained = (logits[0].argmax(-1) == labels[1:]).float().mean(-1)  # what zero blocks predict
     trained = (logits[1:].argmax(-1) == labels[1:]).float().mean(-1)

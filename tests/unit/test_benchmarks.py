@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: rows are written as they come, none without a right result, --base."""
+"""`python -m benchmarks`: rows are written immediately, only with a right result; --base."""
 
 import json
 import os
@@ -73,8 +73,8 @@ def test_every_case_is_registered_and_has_a_quick_form(name, capsys):
     assert ended.value.code == 0 and f"options of {name}:" in capsys.readouterr().out
 
 
-def test_a_number_needs_a_right_result():
-    """Negative control: whatever a case measured, the gate lets nothing of it through."""
+def test_a_number_requires_a_correct_result():
+    """Negative control: measurements without a right result are not reported."""
     for row in (
         Row({"name": "a"}, {"ratio": 2.0}),
         Row({"name": "a"}, {"ratio": 2.0}, failed="3 answers differ"),
@@ -87,7 +87,7 @@ def test_a_number_needs_a_right_result():
     assert failed.to_dict() == {"name": "a", "failed": "ZeroDivisionError: division by zero"}
 
 
-def test_an_arm_that_fails_is_reported_and_the_others_go_on(fake, tmp_path, capsys):
+def test_a_failed_arm_is_reported_and_the_others_continue(fake, tmp_path, capsys):
     file = tmp_path / "results" / "found.json"
     assert runner.main([fake, "--json", str(file)]) == 1
     document = json.loads(file.read_text())
@@ -101,7 +101,7 @@ def test_an_arm_that_fails_is_reported_and_the_others_go_on(fake, tmp_path, caps
     assert file.with_suffix(".png").stat().st_size > 1000
 
 
-def test_rows_are_on_disk_as_they_come(fake, tmp_path, monkeypatch):
+def test_rows_are_written_immediately(fake, tmp_path, monkeypatch):
     file, seen = tmp_path / "found.json", []
     written = runner.write_json
     monkeypatch.setattr(
@@ -111,7 +111,7 @@ def test_rows_are_on_disk_as_they_come(fake, tmp_path, monkeypatch):
     assert [len(document["cases"][fake]["rows"]) for document in seen] == [1, 2, 3]
 
 
-def test_quick_changes_defaults_and_gives_way_to_options(fake, capsys):
+def test_quick_changes_only_defaults(fake, capsys):
     assert runner.main([fake, "--quick"]) == 0
     assert runner.main([fake, "--quick", "--count", "2"]) == 1
     assert "arm 1" in capsys.readouterr().out
@@ -119,9 +119,9 @@ def test_quick_changes_defaults_and_gives_way_to_options(fake, capsys):
 
 @pytest.mark.parametrize(
     ("words", "reason"),
-    [(["nothing"], "use one of speed"), ([], "name a case"), (["fake_case", "--count", "0"], "0")],
+    [(["nothing"], "use one of speed"), ([], "is required"), (["fake_case", "--count", "0"], "0")],
 )
-def test_wrong_words_are_refused(fake, words, reason, capsys):
+def test_invalid_arguments_are_refused(fake, words, reason, capsys):
     try:
         status = runner.main(words)
     except SystemExit as ended:
@@ -129,7 +129,7 @@ def test_wrong_words_are_refused(fake, words, reason, capsys):
     assert status == 2 and reason in capsys.readouterr().err
 
 
-def test_another_commit_is_measured_in_turn_with_this_one(fake, tmp_path, capsys):
+def test_two_commits_are_measured_alternately(fake, tmp_path, capsys):
     file = tmp_path / "found.json"
     assert runner.main([fake, "--quick", "--base", "HEAD", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["cases"][fake]["rows"]

@@ -1,4 +1,4 @@
-"""The benchmarks of engines: which numbers may be reported, and the arithmetic behind them."""
+"""Benchmarks of engines: which numbers may be reported, and their arithmetic."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from support.fake_engine import FakeEngine
 from benchmarks import compare, engines, grammar, profile, typical
 from benchmarks.compare import CompareOptions, arm_of, arms
 from benchmarks.engines import PLAIN, SAMPLED_STOCK, tau_numbers, with_error
-from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summarise
+from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summarize
 from benchmarks.report import draw
 from benchmarks.spans import Spans
 from vllm_medusa.job import SILENT, JobFailed
@@ -34,7 +34,7 @@ def options():
 
 
 def process(like: Any) -> Any:
-    """In place of `EngineProcess`: ``like`` maps a speculative config to a fake engine."""
+    """Replaces `EngineProcess`: ``like`` maps a speculative config to a fake engine."""
 
     def started(settings, sampling):
         engine = like(settings.speculative_config)
@@ -57,7 +57,7 @@ def rows_of(options: Any, monkeypatch: pytest.MonkeyPatch, like: Any) -> dict[st
     return {row["name"]: row for row in rows}
 
 
-def test_arms_with_plain_s_tokens_get_a_ratio(options, monkeypatch, tmp_path):
+def test_arms_with_equal_tokens_get_a_ratio(options, monkeypatch, tmp_path):
     rows = rows_of(options, monkeypatch, lambda c: lambda: FakeEngine(step_sizes=(1 + bool(c),)))
     names = ["automatic", "chain 2", "chain 3", "stock 2", "stock 3", "static 2"]
     names = [f"heads, {name}" for name in names] + ["n-gram 2, vLLM's", "n-gram 3, vLLM's"]
@@ -78,8 +78,8 @@ def test_stock_speculation_is_not_measured_when_sampling(options, monkeypatch):
     assert "rejection sampler" in compare.text(list(rows.values()))
 
 
-def test_an_arm_with_other_tokens_gets_no_number_and_the_others_do(options, monkeypatch):
-    """Negative control of the gate, and an engine that does not start."""
+def test_an_arm_with_other_tokens_gets_no_number(options, monkeypatch):
+    """Negative control of the check, and an engine that fails to start."""
 
     def like(config):
         if config and config["method"] == "ngram":
@@ -111,9 +111,7 @@ def test_one_engine_serves_all_points_of_an_arm(options, monkeypatch):
     assert [row["requests"] for row in rows.values()] == [3, 3, 8, 8]
 
 
-def test_without_rounds_plain_answers_once_and_tasks_are_put_together(
-    options, monkeypatch, tmp_path
-):
+def test_without_rounds_plain_answers_once_and_tasks_are_merged(options, monkeypatch, tmp_path):
     lines = ASSETS["texts"][0].read_text().splitlines()
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines[:4]))
@@ -128,15 +126,15 @@ def test_without_rounds_plain_answers_once_and_tasks_are_put_together(
         replace(options, texts=(tmp_path,), rounds=0, **forms), monkeypatch, like
     ).values()
     assert [row.get("texts", row) for row in rows] == 2 * ["a", "b", "all"]
-    # each engine starts once; both tasks have the same prompts, and plain answered them once
+    # each engine starts once; both tasks have the same prompts, which plain answered once
     assert sum(config is None for config in calls) == 1 + 1
     *_, a, b, every = rows
     assert a["gain"] == b["gain"] == 0 and "ratio" not in a
     assert every["steps"] == a["steps"] + b["steps"] and every["tau"] == pytest.approx(a["tau"])
 
 
-def test_uneven_answers_have_lengths_of_their_own(options, monkeypatch):
-    """The same of both engines; otherwise the length of an answer is not limited by request."""
+def test_uneven_answers_have_individual_lengths(options, monkeypatch):
+    """The same for both engines; otherwise the length of an answer is not limited by request."""
     made: dict[bool, list[FakeEngine]] = {True: [], False: []}
 
     def like(config):
@@ -146,11 +144,11 @@ def test_uneven_answers_have_lengths_of_their_own(options, monkeypatch):
     rows_of(replace(options, batch=(4,), waves=2), monkeypatch, like)
     plain, chain = ([engine.options for engine in made[which]] for which in (True, False))
     assert plain == chain
-    lengths = {asked["max_tokens"] for each in plain for asked in each.values()}
+    lengths = {given["max_tokens"] for each in plain for given in each.values()}
     assert len(lengths) > 12 and lengths <= set(range(12, 37))
 
 
-def test_arms_of_heads_are_those_that_there_are():
+def test_only_existing_heads_have_arms():
     folder = ASSETS["drafter"]
     options = CompareOptions(forms=("static", "chain"), nodes=(4, 999), chain=(2, 99))
     notes = []
@@ -163,7 +161,7 @@ def test_arms_of_heads_are_those_that_there_are():
     assert arm_of(folder, "automatic", 0).config["budget"] == "auto"
 
 
-def test_defaults_of_a_case_show_in_its_help():
+def test_defaults_of_a_case_are_in_its_help():
     options = compare.LOAD.options()
     assert options.batch[-1] == 64 and options.waves == 3 and compare.SPEED.options().batch == (1,)
     assert isinstance(options, CompareOptions)
@@ -171,7 +169,7 @@ def test_defaults_of_a_case_show_in_its_help():
         compare.LOAD.options(waves=0)
 
 
-def test_automatic_is_compared_with_the_best_of_the_others():
+def test_automatic_is_compared_with_the_best_alternative():
     def row(form, batch, ratio):
         what = {"drafter": "h", "form": form, "arm": f"h, {form}", "temperature": 0.0}
         numbers = {"ratio": ratio, "ratio_quartiles": [ratio, ratio], "first": 0.5}
@@ -183,7 +181,7 @@ def test_automatic_is_compared_with_the_best_of_the_others():
     assert [(e["best"], e["relative"]) for e in found] == [("h, static", 1.2), ("plain", 0.9)]
 
 
-def test_the_environment_is_the_arm_s_and_is_restored(options, monkeypatch, tmp_path):
+def test_an_arm_s_environment_is_restored(options, monkeypatch, tmp_path):
     before = dict(engines.os.environ)
     monkeypatch.setattr(engines, "_OPENMP", "none")
     own = replace(options, cores=(0, 1))
@@ -196,7 +194,7 @@ def test_the_environment_is_the_arm_s_and_is_restored(options, monkeypatch, tmp_
     assert dict(engines.os.environ) == before
 
 
-def test_the_error_of_a_gain_leaves_out_what_both_trees_share():
+def test_the_error_of_a_gain_excludes_shared_variance():
     rng = np.random.default_rng(0)
     steps = np.full(200, 30)
     hard = rng.uniform(0.2, 1.8, 200)
@@ -210,7 +208,7 @@ def test_the_error_of_a_gain_leaves_out_what_both_trees_share():
     assert tau_numbers(dynamic, static)["gain"] == pytest.approx(ratio - 1)
 
 
-def test_typical_has_both_deltas_of_each_epsilon_once():
+def test_each_epsilon_has_both_deltas_once():
     found = typical.arms(typical.TypicalOptions(**ASSETS, epsilons=(0.01, 0.09)))
     assert [(arm.what.get("epsilon"), arm.what.get("delta")) for arm in found] == [
         (None, None), (0.01, 0.3), (0.01, 0.1), (0.09, 0.3),
@@ -240,15 +238,15 @@ def test_complete_answers_to_a_schema_are_json():
     assert [p.index for p in mixed["all schemas"]] == sorted(indices) == list(range(28))
 
 
-def test_a_profiled_arm_must_have_plain_s_tokens_too(monkeypatch):
+def test_a_profiled_arm_must_have_equal_tokens_too(monkeypatch):
     def found(arm, options, temperature):
         if arm.stock:
             raise RuntimeError("no hidden_size")
         return {0: [1, int("chain" in arm.name)]}, {"attention": 2.0}
 
     monkeypatch.setattr(profile, "_in_a_process", found)
-    asked = ProfileOptions(**ASSETS, forms=("dynamic", "chain", "stock"), nodes=2, chain=2)
-    rows = [row.to_dict() for row in profile.run(asked, SILENT)]
+    given = ProfileOptions(**ASSETS, forms=("dynamic", "chain", "stock"), nodes=2, chain=2)
+    rows = [row.to_dict() for row in profile.run(given, SILENT)]
     names = ["plain", "heads, dynamic 2", "heads, chain 2", "heads, stock 2"]
     assert [row["arm"] for row in rows[:4]] == names
     assert rows[1]["step_ms"] == 2 and rows[1]["target_forward_ratio"] == 1
@@ -258,7 +256,7 @@ def test_a_profiled_arm_must_have_plain_s_tokens_too(monkeypatch):
     assert "| attention | 2.000 | 2.000 |" in parts_tables(rows)
 
 
-def test_spans_count_exclusive_time_and_add_up():
+def test_spans_have_exclusive_times_that_sum_up():
     clock = iter(range(100))
     spans = Spans()
     owner = SimpleNamespace(inner=lambda: None)
@@ -280,7 +278,7 @@ def test_profile_parts_ignore_stalls_and_prefills():
     steps += [(9.0, True, {"heads": 9.0})]
     parts = average_parts(steps)
     assert parts == pytest.approx({"attention": 4.0, "heads": 6.0})
-    summary = summarise(parts, {"attention": 2.0, "sampling": 1.0})
+    summary = summarize(parts, {"attention": 2.0, "sampling": 1.0})
     assert summary["own_overhead_share"] == pytest.approx(0.6)
     assert summary["beyond_plain_ms"] == pytest.approx(5.0)
     assert summary["target_forward_ratio"] == pytest.approx(2.0)

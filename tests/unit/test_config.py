@@ -1,4 +1,4 @@
-"""The options: what is read, what is refused, and in which words."""
+"""The options: what is accepted, what is refused, and the messages."""
 
 import copy
 import json
@@ -58,7 +58,7 @@ class TestAcceptance:
 class TestRequestArguments:
     @pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {"medusa": None}])
     @pytest.mark.parametrize("default", [AcceptanceConfig(), TYPICAL])
-    def test_silence_keeps_the_default(self, extra, default):
+    def test_missing_options_keep_the_default(self, extra, default):
         assert AcceptanceConfig.from_extra_args(extra, default) is default
 
     @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ class TestRequestArguments:
 
 
 class TestTree:
-    def test_the_user_comes_before_the_heads_and_the_heads_before_the_default(self):
+    def test_the_user_overrides_the_heads_and_these_the_default(self):
         assert resolve_tree({"chain": 2}, [[0], [1]], 3, 100) == TokenTree.chain(2)
         assert resolve_tree(None, [[0], [1]], 3, 100).paths == ((0,), (1,))
         assert resolve_tree(None, None, 4, 100) == DEFAULT_TREE
         assert resolve_tree(None) == DEFAULT_TREE
 
-    def test_the_default_is_cut_to_the_heads_and_the_vocabulary(self):
+    def test_the_default_is_truncated_to_heads_and_vocabulary(self):
         assert resolve_tree(None, None, 2, 100) == DEFAULT_TREE.cut(max_depth=2)
         assert resolve_tree(None, None, 1, 2).paths == ((0,), (1,))
 
@@ -119,7 +119,7 @@ class TestTree:
         assert capped.num_draft_tokens == min(cap, 63)
         assert capped == tree.prefix(cap + 1)
 
-    def test_only_what_the_cap_keeps_must_fit(self):
+    def test_only_nodes_within_the_cap_must_fit(self):
         assert resolve_tree({"chain": 9}, None, 3, 100, 3) == TokenTree.chain(3)
 
     @pytest.mark.parametrize("num_heads", [1, 2, 3])
@@ -141,7 +141,7 @@ class TestTree:
         with pytest.raises(MedusaConfigError, match="depth 3, but there are 2 heads"):
             resolve_tree({"chain": 3}, None, 2)
 
-    def test_a_bad_tree_of_the_heads_says_whose_it_is(self):
+    def test_an_invalid_tree_of_the_heads_is_attributed(self):
         with pytest.raises(MedusaConfigError, match=r"heads' own config can't.*Set the option"):
             resolve_tree(None, [[0, 0]], 3, 100)
         with pytest.raises(MedusaConfigError, match=r"heads' own config \('zephyr_stage2'\)"):
@@ -163,13 +163,13 @@ class TestTree:
 
 
 class TestMedusaConfig:
-    def test_everything_left_out(self):
+    def test_all_omitted(self):
         config = MedusaConfig.from_speculative_config({"method": "medusa"})
         assert config == MedusaConfig()
         assert (config.model, config.tree, config.num_speculative_tokens) == (None, None, None)
         assert config.acceptance == AcceptanceConfig()
 
-    def test_everything_given(self):
+    def test_all_given(self):
         given = {
             "method": "medusa", "model": Path("some/heads"), "revision": "main",
             "tree": [(0,), (0, 1)], "acceptance": {"mode": "typical", "epsilon": 0.5},
@@ -177,7 +177,7 @@ class TestMedusaConfig:
         }  # fmt: skip
         before = copy.deepcopy(given)
         config = MedusaConfig.from_speculative_config(given)
-        assert given == before, "the user's dict is left alone"
+        assert given == before, "the user's dict is unchanged"
         assert config.model == str(Path("some/heads"))
         assert config.tree == [[0], [0, 1]]
         assert config.acceptance == AcceptanceConfig(mode="typical", epsilon=0.5)
@@ -231,8 +231,8 @@ class TestMedusaConfig:
             MedusaConfig.from_speculative_config(options)
 
 
-def test_options_are_read_without_torch_or_vllm():
-    """A command line's --help and the plugin's gate must be quick."""
+def test_options_are_parsed_without_torch_or_vllm():
+    """A command line's --help and the plugin's check must be fast."""
     code = "import sys, vllm_medusa.config; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,7 +1,7 @@
-"""The oracle itself: plain decoding, token for token, and breaking any part of it shows.
+"""The oracle equals plain decoding, token for token, and breaking any part of it is detected.
 
-The models are chaotic (large random weights), since a model that loops hides wrong KV. Real heads
-of random weights accept next to nothing, so `PlantedHeads` know how the target goes on.
+The models are chaotic (large random weights), because a model that loops hides wrong KV. Random
+heads accept almost nothing, so `PlantedHeads` know the target's continuation.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
     "max_position_embeddings": 512, "tie_word_embeddings": False, "pad_token_id": 0,
 }  # fmt: skip
-WINDOW = 9  # shorter than every sequence here, and cuts between nodes of one tree
+WINDOW = 9  # shorter than every sequence here, and separates nodes of one tree
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
@@ -79,7 +79,7 @@ def plain(
     generator=None,
     draw=draw_exponential,
 ):
-    """Decode token by token: (``steps`` tokens, hidden states [steps, H] that gave them)."""
+    """Decode token by token: (``steps`` tokens, hidden states [steps, H] that produced them)."""
     cache = DynamicCache(config=model.config)
     step, tokens, states = input_ids[None], [], []
     for _ in range(steps):
@@ -97,10 +97,10 @@ def plain(
 
 
 class PlantedHeads:
-    """Heads with planted continuations: head h ranks the right token ``ranks[t][h]``-th.
+    """Heads with planted continuations: head h gives the right token the rank ``ranks[t][h]``.
 
-    The state they are given is looked up among those of the plain run; they know nothing about any
-    other state, such as that of the wrong node. A rank beyond the tree's width is a miss.
+    The input state is looked up among those of the plain run; for any other state, such as that
+    of the wrong node, they are random. A rank beyond the tree's width is a miss.
     """
 
     token_map = None
@@ -126,7 +126,7 @@ class PlantedHeads:
 
 
 class Wrapped:
-    """The model with the arguments of every tree pass seen, or changed, by ``change``."""
+    """A model whose arguments of every tree pass are recorded, or changed, by ``change``."""
 
     def __init__(self, model: Any, change: Callable[[dict], None]) -> None:
         self.model, self.change = model, change
@@ -151,12 +151,12 @@ def check_counts(result: DecodeResult, requested: int, depth: int) -> None:
 def test_greedy_equals_plain_greedy(name, attention):
     model = build(name, attention)
     tokens, states = plain(model, prompt(), 90)
-    assert len(set(tokens[:80])) > 25, "the model loops and would prove nothing"
+    assert len(set(tokens[:80])) > 25, "the model loops, so the test would be meaningless"
     heads = PlantedHeads(tokens, states)
     result = decode(model, heads, TREE, prompt(), 80)
     assert result.token_ids == tokens[:80]
     check_counts(result, 80, TREE.max_depth)
-    # Long acceptances along branches that are not the first are what the equality is about.
+    # Equality matters for long acceptances along branches other than the first.
     assert max(result.accepted_per_step) >= 3
     assert len(result.accepted_per_step) < 50
 
@@ -206,19 +206,19 @@ def test_other_trees(llama, tree):
     check_counts(result, 40, tree.max_depth)
 
 
-def test_length_limits_cut_anywhere(llama):
+def test_length_limits_truncate_anywhere(llama):
     tokens, states = plain(llama, prompt(), 40)
     heads = PlantedHeads(tokens, states, misses=0)
     for limit in range(1, 14):
         result = decode(llama, heads, TREE, prompt(), limit)
         assert result.token_ids == tokens[:limit]
         assert (result.accepted_per_step == []) == (limit == 1)
-        # An end token accepted in the same step, but behind the limit, changes nothing.
+        # An end token accepted in the same step, but after the limit, changes nothing.
         late = decode(llama, heads, TREE, prompt(), limit, eos_token_id=tokens[limit + 1])
         assert late.token_ids == tokens[:limit] or tokens[limit + 1] in tokens[:limit]
 
 
-def test_end_tokens_cut_anywhere_and_the_step_counts_whole(llama):
+def test_end_tokens_truncate_anywhere_and_the_whole_step_is_counted(llama):
     tokens, states = plain(llama, prompt(), 60)
     heads = PlantedHeads(tokens, states, misses=0)
     free = decode(llama, heads, TREE, prompt(), 40)
@@ -247,10 +247,10 @@ def test_near_max_model_len_only_drafts_that_fit_are_scored(llama):
         assert all(start + nodes <= length - 1 for start, nodes in seen)
         assert any(nodes < TREE.num_nodes for _, nodes in seen)
         drafting = [nodes for _, nodes in seen if nodes > 1]
-        assert len(result.accepted_per_step) == len(drafting)  # a step without drafts is none
+        assert len(result.accepted_per_step) == len(drafting)  # steps without drafts don't count
 
 
-def test_no_room_is_an_error(llama):
+def test_a_full_context_is_an_error(llama):
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         decode(llama, PlantedHeads([1], torch.zeros(1, HIDDEN)), TREE, prompt(), 0)
     with pytest.raises(ValueError, match="the prompt has 7 tokens; raise"):
@@ -325,11 +325,11 @@ def test_typical_at_temperature_zero_is_greedy(llama):
     assert result.token_ids == tokens[:30]
 
 
-# Controls: each breaks one part, and the equality that the tests above rest on must break too.
+# Negative controls: each breaks one part, which must break equality too.
 
 
 def run_broken(model: Any) -> tuple[int, int]:
-    """How many of 8 prompts give other tokens than plain decoding, and the steps taken."""
+    """Number of 8 prompts with other tokens than plain decoding, and the steps taken."""
     wrong = steps = 0
     for seed in range(8):
         tokens, states = plain(build("llama"), prompt(seed), 50)
@@ -340,7 +340,7 @@ def run_broken(model: Any) -> tuple[int, int]:
     return wrong, steps
 
 
-def test_control_nothing_broken(llama):
+def test_control_unbroken(llama):
     assert run_broken(llama) == (0, 8 * 8)  # 1 token from the prompt, then 5 from every step
 
 
@@ -370,7 +370,7 @@ def test_control_positions_by_slot(llama):
 def test_control_hidden_state_of_the_wrong_node(llama, monkeypatch):
     """A chain's rule, last node = number accepted: right tokens, but every other draft is lost.
 
-    No worse, since a step that accepts nothing hands on the root, which is the right node.
+    Not more, because a step that accepts nothing continues from the root, which is the right node.
     """
     judge = sampler.greedy_verdict
 
@@ -385,8 +385,8 @@ def test_control_hidden_state_of_the_wrong_node(llama, monkeypatch):
     assert steps > 8 * 12
 
 
-def test_control_one_draw_too_many(llama):
-    """A sampler that draws for rejected levels too leaves the plain run's random stream."""
+def test_control_an_additional_draw(llama):
+    """A sampler that also draws for rejected levels diverges from the plain run's random stream."""
     options = {"temperature": 1.0}
     tokens, states = plain(
         llama, prompt(), 50, **options, generator=torch.Generator().manual_seed(0)

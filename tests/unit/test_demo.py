@@ -1,4 +1,4 @@
-"""The demo from a recording: what it prints, draws and writes, and its exit status."""
+"""The demo from a recording: its output, pictures and files, and its exit status."""
 
 import io
 import json
@@ -36,7 +36,7 @@ def terminal(height: int = 30) -> Console:
     )
 
 
-def test_equal_tokens_end_with_success(run, capsys):
+def test_equal_tokens_exit_with_0(run, capsys):
     assert run(RECORDING) == 0
     shown = capsys.readouterr().out
     assert "IDENTICAL: all 42 tokens of 6 answers" in shown
@@ -50,7 +50,7 @@ def test_equal_tokens_end_with_success(run, capsys):
     assert "a«bc»d«e»fg" in shown and "prompt 0" in shown
 
 
-def test_a_wrong_token_ends_with_failure(run, capsys):
+def test_a_wrong_token_exits_with_1(run, capsys):
     assert run(wrong(RECORDING)) == 1
     shown = capsys.readouterr().out
     assert "DIFFERENT: 1 of 6 answers" in shown
@@ -59,7 +59,7 @@ def test_a_wrong_token_ends_with_failure(run, capsys):
 
 
 @pytest.mark.parametrize("option", ["--target", "--drafter", "--prompts", "--from"])
-def test_what_is_missing_is_named(option, tmp_path, capfd):
+def test_missing_files_are_named(option, tmp_path, capfd):
     there = [word for name in ("--target", "--drafter") for word in (name, str(tmp_path))]
     assert main([*there, option, str(tmp_path / "none")]) == 2
     assert f"{tmp_path / 'none'}" in capfd.readouterr().err
@@ -72,13 +72,13 @@ def test_files_are_written(run, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--json", "--record"])
-def test_where_nothing_can_be_written_is_said_before(run, tmp_path, capfd, option):
+def test_unwritable_outputs_are_refused_first(run, tmp_path, capfd, option):
     assert run(RECORDING, option, str(tmp_path / "none" / "file")) == 2
     captured = capfd.readouterr()
     assert "none" in captured.err and not captured.out
 
 
-def test_marks_leave_spaces_outside():
+def test_highlighting_excludes_spaces():
     spaced = replace(TAKE, steps=(replace(TAKE.steps[0], pieces=("\n a", " ", "b")),))
     assert report.marked(spaced).plain == "\n «a» b"
 
@@ -94,7 +94,7 @@ def shown_at(clock: float) -> str:
     return console.file.getvalue()
 
 
-def test_a_frame_has_what_both_engines_delivered_by_then():
+def test_a_frame_shows_the_tokens_of_both_engines_at_its_time():
     early, late = shown_at(0.35), shown_at(0.75)
     assert re.search(r"│ abc +││ abcd +│", early)
     assert "0.3 s, 3 tokens, 9 tokens/s" in early and "0.3 s, 4 tokens, 11 tokens/s" in early
@@ -106,7 +106,7 @@ def test_a_frame_has_what_both_engines_delivered_by_then():
     assert len(early.splitlines()) == len(late.splitlines())
 
 
-def test_a_low_terminal_shows_the_end():
+def test_a_short_terminal_shows_the_end():
     console = terminal(height=11)
     long = replace(
         RUN, plain=replace(TAKE, steps=(replace(TAKE.steps[0], pieces=("a\nb\nc\nd\ne",)),))

@@ -14,7 +14,7 @@ from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.prompts import Prompt
 
 
-def test_each_step_has_its_time_and_its_tokens():
+def test_each_step_has_a_time_and_tokens():
     engine = FakeEngine(max_tokens=32, step_sizes=(3, 1), step_seconds=0.02)
     prompt = Prompt(0, 1, "p", turns=("Say something.",))
     how = {"concurrency": 1, "seed": 6, "session": TimedConversation}
@@ -29,20 +29,20 @@ def test_each_step_has_its_time_and_its_tokens():
 
 
 @pytest.mark.parametrize("text", ["def f(a, b):\n    return a", "naïve 日本 🙂 ok", "</s>"])
-def test_pieces_are_the_text(text):
+def test_pieces_add_up_to_the_text(text):
     ids = tokenizer().encode(text)
     assert "".join(pieces(ids, tokenizer())) == tokenizer().decode(ids, skip_special_tokens=True)
     assert len(pieces(ids, tokenizer())) == len(ids)
 
 
-def test_no_piece_is_half_a_character():
+def test_no_piece_splits_a_character():
     ids = tokenizer().encode("🙂🙂")
     assert len(ids) > 2
     found = pieces(ids, tokenizer())
     assert "".join(found) == "🙂🙂" and "\N{REPLACEMENT CHARACTER}" not in "".join(found)
 
 
-def test_an_engine_that_is_refused_ends_the_other_s_start(monkeypatch):
+def test_a_refused_engine_stops_the_start_of_the_other(monkeypatch):
     def start(settings, sampling):
         if settings.speculative_config is None:
             threading.Event().wait()

@@ -1,4 +1,4 @@
-"""A drafter packed and unpacked: what is kept, how far weights move, what is refused."""
+"""A drafter packed and unpacked: what is preserved, how far weights change, what is refused."""
 
 import json
 
@@ -17,7 +17,7 @@ def drafter(tmp_path):
     torch.manual_seed(0)
     folder = tmp_path / "drafter"
     folder.mkdir()
-    rows = torch.randn(48, 96) * torch.logspace(-3, 1, 48)[:, None]  # rows of unlike sizes
+    rows = torch.randn(48, 96) * torch.logspace(-3, 1, 48)[:, None]  # rows of different magnitudes
     rows[5] = 0
     tensors = {
         "fc.weight": rows.bfloat16(),
@@ -31,7 +31,7 @@ def drafter(tmp_path):
     return folder
 
 
-def test_there_and_back(drafter, tmp_path):
+def test_round_trip(drafter, tmp_path):
     pack(drafter, tmp_path / "packed")
     unpack(tmp_path / "packed", tmp_path / "back", tmp_path)
     before, after = load_file(drafter / FILE), load_file(tmp_path / "back" / FILE)
@@ -49,7 +49,7 @@ def test_there_and_back(drafter, tmp_path):
     assert (tmp_path / "back" / "config.json").read_text() == '{"hidden_size": 96}'
 
 
-def test_what_is_stored(drafter, tmp_path):
+def test_stored_tensors(drafter, tmp_path):
     pack(drafter, tmp_path / "packed")
     stored = load_file(tmp_path / "packed" / FILE)
     assert stored["fc.weight"].dtype == torch.int8 and stored["fc.weight.scale"].shape == (48, 1)
@@ -59,7 +59,7 @@ def test_what_is_stored(drafter, tmp_path):
     assert made == tmp_path / "made" / "packed" and (made / FILE).is_file()
 
 
-@pytest.mark.parametrize("place", ["weights", "cut short"])
+@pytest.mark.parametrize("place", ["weights", "truncated"])
 def test_a_damaged_file_is_refused(drafter, tmp_path, place):
     pack(drafter, tmp_path / "packed")
     file = tmp_path / "packed" / FILE
@@ -85,7 +85,7 @@ def test_unpacking_again_replaces(drafter, tmp_path):
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_an_lm_head_of_the_targets_rows_is_left_out(drafter, tmp_path, same):
+def test_an_lm_head_of_the_targets_rows_is_not_stored(drafter, tmp_path, same):
     embedding, ids = torch.randn(64, 16).bfloat16(), torch.tensor([3, 9, 60])
     save_file({"model.embed_tokens.weight": embedding}, tmp_path / FILE)
     tensors = {"d2t": ids - torch.arange(3), "lm_head.weight": embedding[ids].contiguous()}

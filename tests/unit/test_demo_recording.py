@@ -1,4 +1,4 @@
-"""The demo's recording: from steps and their times to what is shown when, figures, and a file."""
+"""The demo's recording: the display over time, figures, and the file."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ from support.recordings import RECORDING, RUN, TAKE, take
 from demo.recording import Recording, Span, joined
 
 
-def test_the_last_token_of_a_step_is_the_targets_own():
+def test_the_last_token_of_a_step_is_the_targets():
     assert joined(TAKE.steps) == [
         Span("a", False),
         Span("bc", True),
@@ -27,7 +27,7 @@ def test_a_step_is_shown_when_it_ended():
     assert texts == ["", "", "a", "abcd", "abcdefg", "abcdefg"]
 
 
-def test_speed_is_up_to_the_clock_and_stays_at_the_end():
+def test_speed_is_up_to_the_clock_and_is_final_at_the_end():
     assert TAKE.tokens_per_second(0.1) == 0
     assert TAKE.tokens_per_second(0.25) == pytest.approx(1 / 0.25)
     assert TAKE.tokens_per_second(0.3) == pytest.approx(4 / 0.3)
@@ -47,7 +47,7 @@ def test_figures_sum_over_the_prompts_of_a_temperature():
     assert cold.tau == pytest.approx(2.0)  # 6 tokens after the first, in 3 steps
 
 
-def test_shown_runs_have_the_temperatures_in_turn():
+def test_shown_runs_alternate_temperatures():
     shown = [(run.name, run.temperature) for run in RECORDING.shown(3)]
     assert shown == [("p0", 0), ("p1", 0.7), ("p2", 0)]
     assert RECORDING.shown(0) == []
@@ -70,7 +70,7 @@ def test_a_different_answer_is_not_identical(change, position):
     assert wrong.outcome == f"DIFFERENT from token {position} on"
 
 
-def test_a_file_holds_all_of_it(tmp_path):
+def test_a_file_contains_everything(tmp_path):
     RECORDING.save(tmp_path / "r.json")
     assert Recording.load(tmp_path / "r.json") == RECORDING
 
@@ -81,7 +81,7 @@ def test_another_file_is_refused(tmp_path):
         Recording.load(tmp_path / "r.json")
 
 
-def test_one_token_has_a_speed_and_no_tau():
+def test_a_single_token_has_a_speed_but_no_tau():
     single = take([(0.5, "x")])
     run = replace(RUN, plain=single, drafted=single)
     (row,) = replace(RECORDING, runs=(run,)).figures()

@@ -1,4 +1,4 @@
-"""The demo's model out of its package: a small GGUF file converted, and what is refused."""
+"""The demo's model from its package: a small GGUF file converted, and refusals."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def file(model, tmp_path_factory):
     vocab = json.loads(tokenizer().backend_tokenizer.to_str())["model"]
     tokens = sorted(vocab["vocab"], key=vocab["vocab"].get)
     merges = [" ".join(merge) for merge in vocab["merges"] if "".join(merge) != tokens[-1]]
-    tokens[-1] = "12"  # a token that no text is to be split into
+    tokens[-1] = "12"  # a token that must never be used
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
@@ -96,7 +96,7 @@ def file(model, tmp_path_factory):
     return path
 
 
-def test_a_gguf_file_becomes_a_folder(model, file, tmp_path):
+def test_a_gguf_file_is_converted_to_a_folder(model, file, tmp_path):
     convert(file, tmp_path / "model")
     stored = load_file(tmp_path / "model" / "model.safetensors")
     expected = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}
@@ -118,13 +118,13 @@ def test_another_file_is_refused(file, tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-def test_a_folder_that_is_there_is_kept(tmp_path):
+def test_an_existing_folder_is_kept(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert build(tmp_path, gguf=Path("none")) == tmp_path
 
 
-def test_without_its_package_the_way_out_is_said(tmp_path):
-    """With an empty index, as where pip reaches none."""
+def test_without_its_package_the_remedy_is_given(tmp_path):
+    """With an empty index, as if pip had no access to one."""
     nowhere = {
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(tmp_path),

@@ -1,4 +1,4 @@
-"""The animated picture: well-formed, self-contained, and at any time it shows what it should."""
+"""The animated picture is well-formed, self-contained, and correct at any time."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ RUNS = RECORDING.shown(3)
 
 
 class Picture:
-    """An SVG and its animation, evaluated as a browser does: the last keyframe that was reached."""
+    """An SVG and its animation, evaluated like a browser: the last keyframe reached."""
 
     def __init__(self, text: str):
         self.root = ElementTree.fromstring(text)
@@ -28,13 +28,13 @@ class Picture:
         }
 
     def texts(self, at: float | None) -> list[tuple[float, float, str]]:
-        """(x, y, text) of what is visible; None: without animation."""
+        """(x, y, text) of visible text; None: without animation."""
         return [
             (float(e.get("x")), float(e.get("y")), e.text) for e in self._visible(self.root, at)
         ]
 
     def panel(self, left: bool, at: float | None) -> str:
-        """The text of a panel, spaces left out."""
+        """The text of a panel, without spaces."""
         boxes = [e for e in self.root.iter(f"{NS}rect") if e.get("class") == "box"]
         low = _TOP + float(boxes[0].get("height"))
         middle = 1.5 * _MARGIN + _PANEL
@@ -65,7 +65,7 @@ def text_at(answer: Take, clock: float) -> str:
 
 @pytest.mark.parametrize("scene", [0, 1, 2])
 @pytest.mark.parametrize("clock", [0.0, 0.15, 0.25, 0.35, 0.61, 0.75])
-def test_each_time_shows_what_was_delivered(scene, clock):
+def test_each_time_shows_the_delivered_text(scene, clock):
     picture = Picture(draw(RECORDING, RUNS))
     assert picture.cycle == pytest.approx(sum(_LEAD + r.seconds + _HOLD for r in RUNS), abs=0.01)
     at = sum(_LEAD + r.seconds + _HOLD for r in RUNS[:scene]) + _LEAD + clock
@@ -78,14 +78,14 @@ def test_each_time_shows_what_was_delivered(scene, clock):
     assert (run.outcome in texts) == (clock >= run.seconds)
 
 
-def test_without_animation_it_is_the_end_of_the_first_scene():
+def test_without_animation_it_shows_the_end_of_the_first_scene():
     picture = Picture(draw(RECORDING, RUNS))
     texts = [text for *_, text in picture.texts(None)]
     assert RUNS[0].prompt in texts and RUNS[0].outcome in texts
     assert picture.panel(True, None) == picture.panel(False, None) == "abcdefg"
 
 
-def test_it_is_self_contained_and_runs_nothing():
+def test_it_is_self_contained_and_has_no_scripts():
     text = draw(RECORDING, [replace(RUN, prompt='<script>"&" \x1b[0m')])
     names = {element.tag.removeprefix(NS) for element in ElementTree.fromstring(text).iter()}
     assert names <= {"svg", "title", "desc", "style", "rect", "circle", "g", "text"}
@@ -103,7 +103,7 @@ def test_long_answers_stay_below_300_kb():
     assert len(draw(RECORDING, [run] * 3).encode()) < 300_000
 
 
-def test_nothing_to_draw_is_said():
+def test_an_empty_recording_is_reported():
     with pytest.raises(ValueError, match="--replays"):
         draw(RECORDING, [])
 
@@ -119,11 +119,11 @@ def test_nothing_to_draw_is_said():
         ("日本語日本語", ["日本語日", "本語"]),
     ],
 )
-def test_lines_break_at_spaces(text, lines):
+def test_lines_wrap_at_spaces(text, lines):
     assert [text[start:end] for start, end in wrap(text, 8)] == lines
 
 
-def test_words_stand_where_the_whole_text_puts_them():
+def test_words_keep_their_place_in_the_full_text():
     answer = take([(0.1, "a"), (0.2, "b c"), (0.3, " " * COLUMNS), (0.4, "d\t\x00")])
     words = [
         [(w.line, w.column, w.text, w.drafted) for w in step] for step in layout(answer, COLUMNS)

@@ -1,4 +1,4 @@
-"""Whole or not at all: new files and folders, locks, and what is refused."""
+"""Complete or absent: new files and folders, locks, and refusals."""
 
 import fcntl
 import os
@@ -10,7 +10,7 @@ from vllm_medusa import files
 from vllm_medusa.files import FileRefused
 
 
-def test_a_new_file_is_the_old_one_until_it_is_whole(tmp_path):
+def test_a_file_is_replaced_only_when_complete(tmp_path):
     path = tmp_path / "a.json"
     files.write_json(path, {"b": 1, "a": [2]})
     assert path.read_text() == '{\n "a": [\n  2\n ],\n "b": 1\n}\n'
@@ -23,7 +23,7 @@ def test_a_new_file_is_the_old_one_until_it_is_whole(tmp_path):
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def test_what_is_new_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_data_is_synced_before_the_rename(tmp_path, monkeypatch):
     path, synced = tmp_path / "a", []
     monkeypatch.setattr(files, "sync", lambda place: synced.append((place, path.exists())))
     files.write_json(path, {})
@@ -35,7 +35,7 @@ def test_what_is_new_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch
     assert synced == [(part / "one", False), (part, False), (tmp_path, True)]
 
 
-def test_a_writer_that_fails_leaves_the_old_file_and_nothing_beside(tmp_path):
+def test_a_failed_writer_leaves_only_the_old_file(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
     with pytest.raises(TypeError), files.new_file(path, "wb") as file:
@@ -44,10 +44,10 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_beside(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_what_writes_paths_gets_the_permissions_of_any_new_file(tmp_path):
+def test_files_have_default_permissions(tmp_path):
     def narrow(path):
         path.write_bytes(b"x")
-        path.chmod(0o600)  # as safetensors does
+        path.chmod(0o600)  # as in safetensors
 
     with files.new_path(tmp_path / "a") as part:
         narrow(part)
@@ -64,7 +64,7 @@ def test_the_folder_of_an_output(tmp_path, monkeypatch):
         files.require_parent(tmp_path / "a")
 
 
-def test_a_link_aside_is_not_written_through(tmp_path):
+def test_a_symlink_at_the_temporary_path_is_not_followed(tmp_path):
     kept = tmp_path / "kept"
     kept.write_text("somebody's")
     files.aside(tmp_path / "a").symlink_to(kept)
@@ -72,7 +72,7 @@ def test_a_link_aside_is_not_written_through(tmp_path):
     assert kept.read_text() == "somebody's"
 
 
-def test_a_new_folder_replaces_as_a_whole_and_only_on_demand(tmp_path):
+def test_a_folder_is_replaced_as_a_whole_and_only_with_overwrite(tmp_path):
     path = tmp_path / "out"
     with files.new_folder(path) as part:
         (part / "one").touch()
@@ -88,7 +88,7 @@ def test_a_new_folder_replaces_as_a_whole_and_only_on_demand(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_lock_is_given_once(tmp_path):
+def test_a_lock_is_exclusive(tmp_path):
     path = tmp_path / "lock"
     with files.take_lock(path, "busy: wait"):
         with pytest.raises(FileRefused, match=r"^busy: wait$"):
@@ -110,7 +110,7 @@ def test_digests(tmp_path):
     middle = bytearray(1 << 18)
     path.write_bytes(middle)
     before = files.ends_of(path)
-    middle[1 << 17] = 1  # neither end
+    middle[1 << 17] = 1  # a change at neither end
     path.write_bytes(middle)
     assert files.ends_of(path) == before
     middle[-1] = 1
@@ -119,14 +119,14 @@ def test_digests(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "no JSON", '{"ours": 0}', "[" * 100_000])
-def test_only_what_was_written_here_is_replaced(content, tmp_path):
+def test_only_own_files_are_replaced(content, tmp_path):
     path = tmp_path / "figures.json"
     path.write_text(content)
     with pytest.raises(FileRefused, match=re.escape(f"{path} exists and holds no figures")):
         files.refuse_to_replace(path, "figures", lambda document: bool(document.get("ours")))
     assert path.read_text() == content
-    for fine in ("", '{"ours": 1}'):
-        path.write_text(fine)
+    for replaceable in ("", '{"ours": 1}'):
+        path.write_text(replaceable)
         files.refuse_to_replace(path, "figures", lambda document: bool(document.get("ours")))
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for path in (tmp_path, tmp_path / "link"):
@@ -134,7 +134,7 @@ def test_only_what_was_written_here_is_replaced(content, tmp_path):
             files.refuse_to_replace(path, "figures", lambda document: True)
 
 
-def test_strangers(tmp_path):
+def test_unknown_files_are_refused(tmp_path):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "notes.txt").touch()
     (tmp_path / "training").mkdir()
@@ -151,7 +151,7 @@ def test_other_settings_are_named():
     assert str(refused.value) == "X holds a run of other settings: a.b was 1 and is now 2. Do Y."
 
 
-def test_a_run_belongs_to_its_settings(tmp_path):
+def test_a_run_depends_on_its_settings(tmp_path):
     folder, out = tmp_path / "out.run", tmp_path / "out"
     with files.Run(folder, {"a": 1}, of=out, origin="x") as run:
         assert not run.resumed

@@ -1,4 +1,4 @@
-"""Lookup by itself: what is found, how it joins a tree, and how far it is trusted."""
+"""Lookup on its own: what it finds, how it joins a tree, and its estimated accuracy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_medusa.lookup import lookup as room
+from vllm_medusa.lookup import lookup as lookup_module
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.search import (
     MAX_MATCH,
@@ -36,7 +36,7 @@ def by_hand(tokens: list[int]) -> tuple[int, int]:
 
 
 def table(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Padded with what is no token; and the lengths."""
+    """Texts padded with non-tokens, and their lengths."""
     width = max(map(len, texts))
     rows = [text + [VOCAB + 7] * (width - len(text)) for text in texts]
     return np.array(rows, np.int32), np.array([len(text) for text in texts])
@@ -62,7 +62,7 @@ def test_a_continuation_repeats_at_the_end_of_the_text() -> None:
 
 
 def random_tree(rng: np.random.Generator, nodes: int, width: int) -> DraftTrees:
-    """Siblings with tokens of their own, values that often tie; padded."""
+    """Siblings with distinct tokens, values that often tie; padded."""
     tokens, parents, values = [0], [-1], [0.0]
     while len(tokens) < nodes:
         parent, token = int(rng.integers(len(tokens))), int(rng.integers(VOCAB))
@@ -85,10 +85,10 @@ def paths(trees: DraftTrees, row: int = 0) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_both_are_one_tree(seed: int) -> None:
-    """All paths of either with the higher survival, each once, best first, parents first."""
+    """All paths of both with the higher survival, each once, best first, parents first."""
     rng = np.random.default_rng(seed)
     tree, chain = random_tree(rng, 12, 40), rng.integers(0, VOCAB, 9)
-    if seed % 2:  # it follows the tree at first
+    if seed % 2:  # it follows the tree initially
         chain[:2] = max(paths(tree), key=lambda path: (len(path) >= 2, len(path)))[:2]
     survival = rng.choice([0.0, -0.25, -0.5], 9).cumsum().astype(np.float32)
     both = join_numpy(tree, chain[None], survival[None], 9)
@@ -126,27 +126,27 @@ def learn(lookup: Lookup, text: list[int], num_new: int) -> None:
     lookup.learn(ONE, texts, ONE, length, np.array([num_new]))
 
 
-def test_requests_learn_from_what_they_said_next() -> None:
+def test_acceptance_is_learned_from_later_tokens() -> None:
     lookup, text = Lookup(100, 1, 63, None), [1, 2, 3, 4, 5, 6, 1, 2, 3]
     assert extend(lookup, text, 4) == [4, 5, 6, 1]
     before = lookup.chances.copy()
     for _ in range(20):
         learn(lookup, [*text, 4, 9], 2)
         extend(lookup, text, 4)
-        learn(lookup, [*text, 0, 0, 0, 4], 1)  # of another text: nothing was found for it
+        learn(lookup, [*text, 0, 0, 0, 4], 1)  # another text, without a continuation
         extend(lookup, text, 4)
     after = lookup.chances
     assert after[2] > before[2] and after[3] < 0.6 * before[3]  # after 3 tokens, after 4 and 5
-    assert (after[9:] == before[9:]).all()  # sampled requests are counted apart
+    assert (after[9:] == before[9:]).all()  # sampled requests are counted separately
     lookup.forget()
     assert (lookup.chances == before).all()
 
 
-def test_a_continuation_ends_before_what_is_no_token() -> None:
+def test_a_continuation_ends_before_placeholders() -> None:
     assert extend(Lookup(10, 1, 8, None), [1, 2, 5, 99, 1, 2]) == [5]
 
 
-def test_observed_frequencies_are_believed() -> None:
+def test_observed_frequencies_are_used() -> None:
     """Regardless of the prior."""
     rng, lookup = np.random.default_rng(0), Lookup(1000, 1, 3, None)
     for _ in range(1500):
@@ -159,8 +159,8 @@ def test_observed_frequencies_are_believed() -> None:
     assert np.abs(lookup.chances[[1, 3, 8]] - [0.9, 0.2, 0.5]).max() < 0.15
 
 
-def test_the_device_does_what_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same code on tensors; kernels stand apart (`lookup/test_kernel`)."""
+def test_the_device_equals_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same code on tensors; kernels are tested in `lookup/test_kernel`."""
 
     def find(texts: Any, rows: Any, lengths: Any, count: int) -> tuple[Any, ...]:
         arrays = (np.asarray(each) for each in (texts, rows, lengths))
@@ -170,8 +170,8 @@ def test_the_device_does_what_the_host_does(monkeypatch: pytest.MonkeyPatch) -> 
     def joined(trees: DraftTrees, chain: Any, survival: Any, levels: int) -> DraftTrees:
         return join_numpy(trees, np.asarray(chain), np.asarray(survival), levels)
 
-    monkeypatch.setattr(room, "continuations", find)
-    monkeypatch.setattr(room, "join", joined)
+    monkeypatch.setattr(lookup_module, "continuations", find)
+    monkeypatch.setattr(lookup_module, "join", joined)
     rng, nodes = np.random.default_rng(3), 13
     texts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 9, 30, 60)]
     host, device = (Lookup(VOCAB, 8, nodes - 1, each) for each in (None, torch.device("cpu")))
@@ -195,7 +195,7 @@ def test_the_device_does_what_the_host_does(monkeypatch: pytest.MonkeyPatch) -> 
     assert host.chances.max() > 0.95
 
 
-def test_a_batch_is_as_each_request_alone() -> None:
+def test_a_batch_equals_single_requests() -> None:
     """Trees of other tokens, rows that differ from slots."""
     rng, nodes, batch = np.random.default_rng(3), 13, 4
     slots, rows, copied = np.array([6, 0, 3, 2]), np.array([1, 3, 0, 2]), 0

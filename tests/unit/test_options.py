@@ -1,4 +1,4 @@
-"""One field: the name, default, bounds and help of Python callers and command lines alike."""
+"""One field defines name, default, bounds and help for Python callers and command lines."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ from vllm_medusa.options import (
 
 class Texts(Options):
     title = "texts"
-    samples: Positive = option("of each prompt", default=1)
+    samples: Positive = option("texts per prompt", default=1)
     temperatures: tuple[AtLeastZero, ...] = option(default=(0.7,))
     stop: tuple[str, ...] = option(default=())
     budgets: tuple[Positive, ...] = option("draft nodes", default=(4, 8))
@@ -46,7 +46,7 @@ class Job(Texts):
     draft: Source | None = option(default=None)
     share: Share = option(default=1.0)
     seed: Seed = option(default=0)
-    overwrite: bool = option("throw away", default=False)
+    overwrite: bool = option("discard", default=False)
     engine_args: dict[str, Any] = option(default={}, metavar="JSON")
     more: More = group("more", factory=More)
 
@@ -61,7 +61,7 @@ def parse(*words: str) -> Job:
     return from_flags(Job, parser.parse_args(["m", "-o", "x", *words]))
 
 
-def test_defaults_stand_in_the_fields_alone():
+def test_defaults_are_defined_in_the_fields_only():
     assert parse() == Job(model="m", output=Path("x"))
     assert parse().engine_args is not parse().engine_args
 
@@ -80,13 +80,13 @@ def test_defaults_stand_in_the_fields_alone():
         ('--engine-args {"a":[1]}', lambda job: job.engine_args == {"a": [1]}),
     ],
 )
-def test_words_to_options_and_back(words, read):
+def test_arguments_to_options_and_back(words, read):
     job = parse(*words.split())
     assert read(job)
     assert parse(*(word for word in command_line(job) if word != "m")) == job
 
 
-def test_a_command_line_leaves_defaults_out():
+def test_a_command_line_omits_defaults():
     assert command_line(parse()) == ["m", "--output", "x"]
 
 
@@ -110,7 +110,7 @@ def test_a_command_line_leaves_defaults_out():
         ("--kind hard", "invalid choice: 'hard' (choose from 'soft', 'tokens')"),
     ],
 )
-def test_the_parser_names_value_bounds_and_option(words, message, capsys):
+def test_errors_name_value_bounds_and_option(words, message, capsys):
     with pytest.raises(SystemExit) as ended:
         parse(*words.split())
     assert ended.value.code == 2
@@ -132,7 +132,7 @@ def test_the_parser_names_value_bounds_and_option(words, message, capsys):
         ({"kind": "tokens", "rate": 1.0}, "--rate is for --kind soft"),
     ],
 )
-def test_python_callers_are_refused_alike(values, message):
+def test_python_callers_get_the_same_errors(values, message):
     with pytest.raises(ValueError, match="^" + message.replace("(", r"\(")):
         Job(model="m", output=Path("x"), **values)
     with pytest.raises(ValueError, match=r"^budgets is 0; use a whole number from 1"):
@@ -144,7 +144,7 @@ def test_help_shows_each_default_once():
     add_flags(parser, Job)
     text = parser.format_help()
     for words in (
-        "of each prompt (1)",
+        "texts per prompt (1)",
         "draft nodes (4 8)",
         "100 % soft (soft)",
         "texts:",
@@ -155,7 +155,7 @@ def test_help_shows_each_default_once():
     assert json.dumps({}) not in text
 
 
-def test_values_of_groups_stand_beside_the_others():
+def test_values_of_groups_are_merged_with_the_others():
     values = values_of(parse("--rounds", "2"))
     assert (values["rounds"], values["model"]) == (2, "m")
     assert "more" not in values

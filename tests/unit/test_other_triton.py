@@ -1,6 +1,6 @@
-"""The kernels compile with another release of Triton too: GPU builds of torch bring their own.
+"""The kernels also compile with another release of Triton: GPU builds of torch bring their own.
 
-`VARIABLE` names a folder that has it (`pip install --no-deps --target FOLDER triton==3.6.0`).
+`VARIABLE` is a folder that contains it (`pip install --no-deps --target FOLDER triton==3.6.0`).
 """
 
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(str(path) for path in ROOT.glob("tests/unit/*/test_kernel.py"))
 
 
-@pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no other Triton")
+@pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} is not set")
 def test_all_kernels_compile():
     folder = str(Path(os.environ[VARIABLE]).resolve())
     path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))

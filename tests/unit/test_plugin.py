@@ -1,4 +1,4 @@
-"""The entry point: free of charge without Medusa, once per process, honest about versions."""
+"""The entry point: no overhead without Medusa, once per process, with clear version errors."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def run(code: str, folder: Path) -> str:
 
 @pytest.fixture
 def fake_vllm(tmp_path):
-    """A folder with a package `vllm` of which only the engine arguments exist."""
+    """A folder with a package `vllm` that only has the engine arguments."""
     package = tmp_path / "vllm" / "engine"
     package.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("")
@@ -55,7 +55,7 @@ def test_registering_imports_neither_torch_nor_vllm(tmp_path):
     run(code, tmp_path)
 
 
-def test_the_hook_waits_for_the_import_and_is_one(fake_vllm):
+def test_the_hook_waits_for_the_import_and_runs_once(fake_vllm):
     code = """
         import sys
         import vllm_medusa.plugin as plugin
@@ -87,14 +87,14 @@ def test_an_import_that_came_first_is_hooked_at_once(fake_vllm):
         assert sys.meta_path == before
         first = arg_utils.EngineArgs.create_engine_config
         assert first.__medusa_override__
-        plugin._registered = False  # as if vLLM had loaded the plugin under another name too
+        plugin._registered = False  # as if vLLM had also loaded the plugin under another name
         plugin.register()
         assert arg_utils.EngineArgs.create_engine_config is first
     """
     run(code, fake_vllm)
 
 
-def test_other_methods_never_reach_us(fake_vllm):
+def test_other_methods_are_not_handled(fake_vllm):
     code = """
         import sys
         import vllm_medusa.plugin as plugin
@@ -136,7 +136,7 @@ def test_other_versions_are_named(monkeypatch, version):
         assert part in problem
 
 
-def test_no_vllm_at_all(monkeypatch):
+def test_without_vllm(monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)
 

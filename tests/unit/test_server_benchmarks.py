@@ -14,7 +14,7 @@ from benchmarks.compare import arm_of
 from benchmarks.engines import PLAIN
 from benchmarks.serve import AGAIN, Answers, Load, ServeOptions
 from benchmarks.soak import Seen, problem_of
-from benchmarks.soak_requests import COMPLETION, Answer, Asked, requests
+from benchmarks.soak_requests import COMPLETION, Answer, Request, requests
 from vllm_medusa.job import SILENT, JobFailed
 
 PROMPTS = ["one", "two", "three", "four"]
@@ -26,7 +26,7 @@ def options():
     return ServeOptions(**assets, rates=(1.0, 4.0), ramp=0.0, rounds=2, nodes=(4,))
 
 
-def test_arrivals_are_poisson_and_the_same_for_everyone():
+def test_arrivals_are_poisson_and_equal_for_all_servers():
     load = Load("4/s", 4.0, 1000.0)
     found = np.array(load.arrivals(0))
     assert found.tolist() == load.arrivals(0) != load.arrivals(1)
@@ -64,8 +64,8 @@ def test_figures_of_a_server():
     assert figures["gap_p99"] == pytest.approx(25)
 
 
-def test_servers_take_turns_and_one_with_other_answers_has_no_figures(options, monkeypatch):
-    asked = []
+def test_servers_alternate_and_other_answers_have_no_figures(options, monkeypatch):
+    planned = []
 
     class Server:
         def __init__(self, arm, options):
@@ -80,7 +80,7 @@ def test_servers_take_turns_and_one_with_other_answers_has_no_figures(options, m
             pass
 
     def ask(url, requests, seconds):
-        asked.append((url, requests))
+        planned.append((url, requests))
         wrong = url == "heads, automatic" and requests == ("4/s", 1)
         return answers(["a", "x" if wrong else "b"], 0.1)
 
@@ -89,14 +89,14 @@ def test_servers_take_turns_and_one_with_other_answers_has_no_figures(options, m
     monkeypatch.setattr(serve, "ask", ask)
     rows = [row.to_dict() for row in serve.run(options, SILENT)]
     turns = ["plain", "heads, automatic", "plain", "plain", "heads, automatic", "plain"]
-    assert asked[2:8] == [(url, ("1/s", i // 3)) for i, url in enumerate(turns)]
+    assert planned[2:8] == [(url, ("1/s", i // 3)) for i, url in enumerate(turns)]
     assert rows[0]["failed"] == "no room" and rows[0]["arm"] == "heads, dynamic 4"
     assert [row["arm"] for row in rows[1:]] == 2 * ["plain", "heads, automatic", AGAIN]
     assert rows[2]["requests"] == 4 and rows[4]["requests"] == 4
     assert rows[5]["failed"] == "1 of 4 answers differ from plain vLLM's"
 
 
-def test_a_server_s_command_line_is_the_engine_s_settings(options):
+def test_a_server_s_command_line_has_the_engine_s_settings(options):
     found = serve.words(arm_of(options.drafter, "automatic", 0), options, 8123)
     assert found[0] == str(options.target)
     config = json.loads(found[found.index("--speculative-config") + 1])
@@ -105,26 +105,26 @@ def test_a_server_s_command_line_is_the_engine_s_settings(options):
     assert "--speculative-config" not in serve.words(PLAIN, options, 8123)
 
 
-def test_the_same_seed_asks_the_same_of_all_kinds():
-    asked = requests(PROMPTS, 300, 5)
-    assert asked == requests(PROMPTS, 300, 5) != requests(PROMPTS, 300, 6)
-    kinds = {each.kind: each for each in asked}
+def test_the_same_seed_gives_the_same_requests():
+    planned = requests(PROMPTS, 300, 5)
+    assert planned == requests(PROMPTS, 300, 5) != requests(PROMPTS, 300, 6)
+    kinds = {each.kind: each for each in planned}
     assert len(kinds) == 11 and {"tools", "schema", "cancelled stream", "malformed"} <= kinds.keys()
     assert all(
-        each.body["temperature"] == 0 or "seed" in each.body for each in asked if each.compared
+        each.body["temperature"] == 0 or "seed" in each.body for each in planned if each.compared
     )
 
 
-def test_an_answer_is_judged():
-    compared = Asked("x", COMPLETION, {"prompt": "a"})
-    refused = Asked("x", COMPLETION, {"prompt": "a"}, compared=False, refused=True)
-    free = Asked("x", COMPLETION, {"prompt": "a"}, compared=False)
+def test_answers_are_verified():
+    compared = Request("x", COMPLETION, {"prompt": "a"})
+    refused = Request("x", COMPLETION, {"prompt": "a"}, compared=False, refused=True)
+    free = Request("x", COMPLETION, {"prompt": "a"}, compared=False)
     good, other = Answer(texts={0: "b"}, reasons={0: "stop"}), Answer(texts={0: "c"})
     wanted = {compared.key: vars(good)}
     assert not problem_of(compared, good, wanted)
     assert "plain" in problem_of(compared, other, wanted)
-    for asked in (compared, refused, free):
-        assert "lost" in problem_of(asked, "TimeoutError: ", wanted)
+    for planned in (compared, refused, free):
+        assert "lost" in problem_of(planned, "TimeoutError: ", wanted)
     assert not problem_of(refused, Answer(error=(400, "BadRequestError")), wanted)
     for status in (500, None):
         assert problem_of(refused, Answer(error=status and (status, "x")), wanted)
@@ -132,7 +132,7 @@ def test_an_answer_is_judged():
     assert problem_of(free, Answer(error=(500, "x")), wanted)
 
 
-def test_growth_is_that_of_the_second_half():
+def test_growth_is_measured_over_the_second_half():
     points = [(0, 100.0), (400, 400.0), (600, 401.0), (800, 402.0), (1000, 403.0)]
     seen = Seen("me", psutil.Process(os.getpid()), points)
     assert abs(seen.slope() - 5.0) < 1e-6

@@ -1,6 +1,6 @@
-"""Dynamic trees on vLLM's V2 runner: whatever the topologies and counts, plain vLLM's tokens.
+"""Dynamic trees on vLLM's V2 runner: plain vLLM's tokens for any topologies and counts.
 
-Runs in `test_sampling_on_v2`. That acceptances are V1's is in `test_same_as_v1`.
+Runs in `test_sampling_on_v2`. Equality with V1's acceptance is tested in `test_same_as_v1`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def reference(chaotic_llama: str) -> Reference:
 
 
 def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Draws, truncation, penalties: what a path's tokens decide among them."""
+    """Sampling, truncation, penalties: features that depend on the path's tokens."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.8, "logprobs": 2, "top_k": 20},
         {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
@@ -79,7 +79,7 @@ def llm(
 
 @contextmanager
 def few_steps_to_time() -> Iterator[None]:
-    """Through the interpreter the whole plan takes ten seconds; nothing is kept."""
+    """With the interpreter, the whole plan takes ten seconds; nothing is stored."""
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         patch.setenv("VLLM_CACHE_ROOT", folder)
         envs.disable_envs_cache()  # vLLM reads its variables once
@@ -91,14 +91,14 @@ def few_steps_to_time() -> Iterator[None]:
 
 
 def run(llm: LLM, reference: Reference) -> float:
-    """Plant the future on the trees: the tokens must be plain vLLM's; returns what is accepted."""
+    """Plant future tokens on the trees: output must equal plain vLLM's; returns mean acceptance."""
     with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
         got = complete(llm, reference.prompts, greedy(TOKENS))
     assert differing(reference.completions, got) == []
     return mean_accepted(steps)
 
 
-def test_every_request_and_step_has_another_tree(
+def test_trees_differ_per_request_and_step(
     llm: LLM, reference: Reference, monkeypatch: Patch
 ) -> None:
     topologies = random_topologies(monkeypatch)
@@ -115,8 +115,8 @@ def test_every_request_and_step_has_another_tree(
 def test_seeded_requests_and_penalties(
     llm: LLM, plain_seeded: list[Outcome], monkeypatch: Patch
 ) -> None:
-    """Nothing of it waits for the device."""
-    fickle(monkeypatch, llm, preempting=True, most_each=7)
+    """Without host sync."""
+    fickle(monkeypatch, llm, preempting=True, max_each=7)
     calls = watched(monkeypatch)
     with planted_by_seed(by_seed(plain_seeded), VOCAB), recorded_steps() as steps:
         got = outcomes(llm, *mixed())
@@ -125,7 +125,9 @@ def test_seeded_requests_and_penalties(
     assert min(calls.values()) > 2 and len(calls) == 4
 
 
-def test_without_drafts_the_heads_rest(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
+def test_heads_do_not_run_without_drafts(
+    llm: LLM, reference: Reference, monkeypatch: Patch
+) -> None:
     """A step without drafts runs no head, and the next one is plain vLLM's."""
     part = reference.part(3, 4)
     fickle(monkeypatch, llm, drafting=0.0, preempting=True)
@@ -140,7 +142,7 @@ def test_without_drafts_the_heads_rest(llm: LLM, reference: Reference, monkeypat
 
 
 def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
-    """Tokens always equal plain vLLM's; it receives times, survivals and acceptance."""
+    """Tokens always equal plain vLLM's; the policy receives times, survivals and acceptance."""
     policy, seen = policy_of(llm), []
     observe = policy.acceptance.observe
 
@@ -152,7 +154,7 @@ def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
         seen.extend(zip(verified, accepted, strict=True))
         observe(drafts, verified, accepted)
 
-    scheduler_of(llm).pending.clear()  # of other tests' requests
+    scheduler_of(llm).pending.clear()  # from other tests' requests
     monkeypatch.setattr(policy.acceptance, "observe", spy)
     monkeypatch.setattr(scheduler_of(llm), "_free_slots", lambda: 1 << 20)
     verify_all(monkeypatch, policy, per_request=5)
@@ -167,7 +169,7 @@ def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
     assert sum(accepted for _, accepted in seen) >= 0.8 * sum(accepted for _, accepted in trees)
 
 
-def test_real_decisions(llm: LLM, reference: Reference) -> None:
-    """Nothing is replaced."""
+def test_unmodified_decisions(llm: LLM, reference: Reference) -> None:
+    """Without replaced decisions."""
     part = reference.part(0, 5)
     assert differing(part.completions, complete(llm, part.prompts, greedy(TOKENS))) == []

@@ -1,7 +1,7 @@
 """EAGLE-3 trees as on CUDA: V2 schedules a step ahead, our kernel attends over the branches.
 
-Through the interpreter, a few requests only; `tests/e2e/test_eagle.py`, which runs on V2 too, has
-what happens to many. Runs in `test_sampling_on_v2`.
+Interpreted, so only a few requests; `tests/e2e/test_eagle.py`, which also runs on V2,
+tests many. Runs in `test_sampling_on_v2`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.eagle_case import Case, asked
+from support.eagle_case import Case, eagle_config
 from support.eagle_steps import assert_dense, recorded_trees
 from support.engines import Completion, complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
@@ -35,7 +35,7 @@ if ON_V2:
     from vllm_medusa.worker import cuda_attention
 
 TOKENS, DEPTH = 8, 3
-PROMPTS = random_prompts(2, VOCAB, shortest=30, longest=36, seed=7)  # one comes in two chunks
+PROMPTS = random_prompts(2, VOCAB, shortest=30, longest=36, seed=7)  # one takes two chunks
 PARAMS = [greedy(TOKENS), greedy(TOKENS, temperature=0.9, seed=5)]
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 40, "block_size": 32, "max_num_seqs": 4}
 
@@ -53,7 +53,7 @@ def plain(case: Case) -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def llm(case: Case, plain: object) -> Iterator[LLM]:
-    tree = asked(case, {"width": 3, "depth": DEPTH}, budget=7, lookup=True)
+    tree = eagle_config(case, {"width": 3, "depth": DEPTH}, budget=7, lookup=True)
     with triton_attention_on_cpu(), async_scheduling(), engine(case.target, tree, **SMALL) as llm:
         core: Any = llm.llm_engine.engine_core
         assert isinstance(core.engine_core.scheduler, AsyncScheduler)
@@ -61,7 +61,7 @@ def llm(case: Case, plain: object) -> Iterator[LLM]:
 
 
 def run(llm: LLM, plain: list[Completion], count: int = 2) -> None:
-    """Plant what comes on the drafter's trees."""
+    """Plant future tokens on the drafter's trees."""
     prompts, expected = PROMPTS[:count], plain[:count]
     outputs = [list(completion.token_ids) for completion in expected]
     with planted(prompts, outputs, VOCAB), recorded_steps() as steps:
@@ -69,7 +69,7 @@ def run(llm: LLM, plain: list[Completion], count: int = 2) -> None:
     assert mean_accepted(steps) > 0.7
 
 
-def test_nothing_waits_for_the_device(
+def test_no_step_waits_for_the_device(
     llm: LLM, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = watched(monkeypatch)
@@ -77,7 +77,7 @@ def test_nothing_waits_for_the_device(
     assert min(calls.values()) > 2 and len(calls) == 4
 
 
-def test_copies_reach_below_its_levels(
+def test_copies_are_deeper_than_its_levels(
     llm: LLM, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [[*p, *c.token_ids] for p, c in zip(PROMPTS, plain, strict=True)]
@@ -90,20 +90,22 @@ def test_copies_reach_below_its_levels(
 
 
 def dense(case: Case, llm: LLM, plain: list[Completion]) -> int:
-    """Nodes of one request whose guesses are those of a dense forward pass, as are its entries."""
+    """Number of nodes of one request with drafts and entries of a dense forward pass."""
     with recorded_trees(1) as trees:
         run(llm, plain, 1)
     return sum(assert_dense(grown, case.drafter, case.model) for grown in trees)
 
 
-def test_entries_and_guesses_are_dense(case: Case, llm: LLM, plain: list[Completion]) -> None:
+def test_entries_and_drafts_equal_a_dense_pass(
+    case: Case, llm: LLM, plain: list[Completion]
+) -> None:
     assert dense(case, llm, plain) > 12
 
 
-def test_control_siblings_seen(
+def test_control_visible_siblings(
     case: Case, llm: LLM, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Were a branch to attend to all that was expanded, its guesses would not be dense ones."""
+    """If a branch attended to all expanded nodes, its drafts would differ from dense ones."""
     attend = cuda_attention.paged_tree_attention
 
     def wrong(query: Any, keys: Any, values: Any, batch: Any, *args: Any, **named: Any) -> Any:
@@ -117,7 +119,7 @@ def test_control_siblings_seen(
 
 
 def test_warm_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before graphs are captured it attends in parts too, and leaves the cache alone."""
+    """Before graph capture it attends in parts too, and does not modify the cache."""
     core: Any = llm.llm_engine.engine_core
     speculator = core.engine_core.model_executor.driver_worker.worker.model_runner.speculator
     layers = speculator.vllm_config.compilation_config.static_forward_context

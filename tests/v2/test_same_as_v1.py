@@ -1,6 +1,6 @@
 """The same requests on both runners, one after the other: tokens, acceptances, metrics.
 
-Trained heads on real prompts, nothing planted, temperature 0 (seeds mean other tokens on V2). Runs
+Trained heads on real prompts, without planting, temperature 0 (seeds give other tokens on V2). Runs
 in `test_steps_on_v2`.
 """
 
@@ -23,19 +23,19 @@ pytestmark = [
 
 TREE = [[0], [1], [0, 0], [1, 0], [0, 0, 0]]
 DYNAMIC = {"method": "medusa", "model": HEADS, "budget": 7}
-Told = tuple[list[Completion], list[list[tuple[int, ...]]], Counts]
+Results = tuple[list[Completion], list[list[tuple[int, ...]]], Counts]
 
 
 # (engine options, async scheduling, metrics left out)
 KINDS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
     "chunks": ({"max_num_batched_tokens": 22, "max_num_seqs": 4}, False, ()),
     "dynamic": ({"config": DYNAMIC}, False, ()),
-    "async": ({}, True, ("iteration_tokens", "prefix_cache")),  # a step ahead of what it knows
+    "async": ({}, True, ("iteration_tokens", "prefix_cache")),  # scheduled a step ahead
 }
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Ends of all kinds; some prompts come in chunks and beside trees, one comes twice."""
+    """All kinds of ends; some prompts are chunked and mixed with trees, one is repeated."""
     prompts = [prompt[:36] for prompt in code_prompts(0, 4)]
     ends = tokenizer().convert_tokens_to_ids(["Ċ", "(", ")", ".", ",", "="])
     params = [
@@ -48,8 +48,8 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return [*prompts, prompts[0]], params
 
 
-def told(config: Any = None, **options: Any) -> Told:
-    """All outputs of an engine about the requests, without times."""
+def results(config: Any = None, **options: Any) -> Results:
+    """All outputs of an engine for the requests, without times."""
     prompts, params = requests()
     options = {"enable_prefix_caching": True, "block_size": 32, **options}
     with engine(TARGET, config or medusa(HEADS, TREE), **options) as llm:
@@ -62,9 +62,9 @@ def told(config: Any = None, **options: Any) -> Told:
 def test_tokens_acceptances_and_metrics(kind: str) -> None:
     options, ahead, left_out = KINDS[kind]
     with on_v1():
-        completions, steps, metrics = told(**options)
+        completions, steps, metrics = results(**options)
     with async_scheduling() if ahead else nullcontext():
-        got, got_steps, got_metrics = told(**options)
+        got, got_steps, got_metrics = results(**options)
     assert got == completions and got_steps == steps
     assert kept(got_metrics, left_out) == kept(metrics, left_out)
     assert {completion.finish_reason for completion in got} == {"length", "stop"}

@@ -1,6 +1,6 @@
-"""Sampling, requests and V2's own seams, on vLLM's V2 model runner.
+"""Sampling, requests and V2's own parts, on vLLM's V2 model runner.
 
-No refusals: they are said before a runner is built, in the same words for both runners.
+No refusals: they happen before a runner is built, with the same messages for both runners.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from support.on_v2 import MARKS, once_more
 
 pytestmark = MARKS
 
-SUITE = [  # a file's tests share an engine, so none is torn apart
+SUITE = [  # the tests of a file share an engine, so files are not split
     "tests/v2/test_seams.py",
     "tests/v2/test_dynamic_trees.py",
     "tests/v2/test_eagle.py",
-    "tests/e2e/test_eagle.py::test_exact_beside_all_that_happens",
-    "tests/e2e/test_eagle.py::test_copies_reach_below_its_levels",
+    "tests/e2e/test_eagle.py::test_exact_in_mixed_steps",
+    "tests/e2e/test_eagle.py::test_copies_are_deeper_than_its_levels",
     "tests/e2e/test_sampling.py::test_all_kinds_in_one_batch",
     "tests/e2e/test_sampling.py::test_bad_words",
     "tests/e2e/test_sampling.py::test_batch_invariance_of_a_seed",
     "tests/e2e/test_adapters.py::test_adapters_in_one_batch",
     "tests/e2e/test_typical.py::test_equals_the_oracle",
     "tests/e2e/test_requests.py::test_a_bad_request_fails_alone",
-    "tests/e2e/test_requests.py::test_good_options_are_no_error",
-    "tests/e2e/test_requests.py::test_short_requests_beside_long_ones",
-    "tests/e2e/test_refusals.py::test_a_layer_with_a_backend_of_its_own_starts_nothing",
+    "tests/e2e/test_requests.py::test_valid_options_are_accepted",
+    "tests/e2e/test_requests.py::test_short_and_long_requests_together",
+    "tests/e2e/test_refusals.py::test_a_layer_with_its_own_backend_is_refused",
 ]
 
 outcomes, test_on_v2 = once_more(SUITE)

@@ -1,4 +1,4 @@
-"""What only vLLM's V2 runner has: who chooses it, its seams, its limits.
+"""What only vLLM's V2 runner has: its selection, its extension points, its limits.
 
 Runs in `test_sampling_on_v2`.
 """
@@ -74,15 +74,15 @@ def configure(target_config: str, random_heads: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "on_v2"), [("1", True), (None, True), ("0", False)], ids=["asked", "default", "not"]
+    ("value", "on_v2"), [("1", True), (None, True), ("0", False)], ids=["value", "default", "not"]
 )
-def test_the_runner_is_the_one_vllm_would_take(
-    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, asked: str | None, on_v2: bool
+def test_the_runner_is_vllm_s_choice(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, value: str | None, on_v2: bool
 ) -> None:
-    if asked is None:
+    if value is None:
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     else:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
     plain, trees = configure(speculative_config=None), configure()
     spec = trees.speculative_config
     assert plain.use_v2_model_runner == trees.use_v2_model_runner == on_v2
@@ -95,7 +95,7 @@ def test_nothing_is_reserved_for_a_draft_model(configure: Callable[..., Any]) ->
     config = configure()
     assert config.num_lookahead_tokens == 0
     assert config.speculative_config.max_num_new_slots_for_drafting == 0
-    assert not config.speculative_config.use_eagle_block_drop()  # keeps blocks out of the cache
+    assert not config.speculative_config.use_eagle_block_drop()  # drops cached blocks
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_nothing_is_reserved_for_a_draft_model(configure: Callable[..., Any]) ->
 def test_full_graphs(
     configure: Callable[..., Any], random_heads: str, trees: dict[str, Any], lengths: set[int]
 ) -> None:
-    """vLLM captures them for steps of whole trees; with a budget for steps without drafts too."""
+    """vLLM captures them for steps of whole trees; with a budget also for steps without drafts."""
     config = configure(
         speculative_config={"method": "medusa", "model": random_heads, **trees}, max_num_seqs=20
     )
@@ -126,7 +126,7 @@ def test_full_graphs(
         assert counts >= {1, 2, 4, 8, 16, 20}
 
 
-def test_workers_get_the_config_whole(configure: Callable[..., Any]) -> None:
+def test_workers_get_the_complete_config(configure: Callable[..., Any]) -> None:
     spec = configure().speculative_config
     again = pickle.loads(pickle.dumps(spec))
     assert type(again) is TreeSpeculativeConfig and is_medusa(again)
@@ -165,7 +165,7 @@ def plain(chaotic_llama: str) -> dict[str, Any]:
 
 
 def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
-    """A batch that takes every branch of the verification."""
+    """A batch that covers every branch of the verification."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.8, "logprobs": 2, "top_k": 20},
@@ -200,14 +200,14 @@ def test_a_step_never_waits_for_the_device(
     assert min(calls.values()) > 5 and len(calls) == 4
 
 
-def test_control_the_watch_notices() -> None:
+def test_control_syncs_are_detected() -> None:
     for wait in (lambda t: t.sum().item(), lambda t: bool(t.any()), lambda t: t[t > 0]):
         with pytest.raises(AssertionError), NoWaiting():
             wait(torch.ones(3))
 
 
-def test_lossless_beside_typical(llm: LLM, plain: dict[str, Any]) -> None:
-    """Each request of the batch twice: the lossless ones are plain vLLM's."""
+def test_lossless_and_typical_together(llm: LLM, plain: dict[str, Any]) -> None:
+    """Each request of the batch twice: the lossless ones equal plain vLLM's."""
     prompts, params = mixed()
     typical = mixed()[1]
     for param in typical:
@@ -221,7 +221,7 @@ def test_lossless_beside_typical(llm: LLM, plain: dict[str, Any]) -> None:
 def test_penalties_count_the_path_of_typical_requests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every draft repeats its parent's token; a prohibitive penalty lets none of them in."""
+    """Every draft repeats its parent's token; a prohibitive penalty rejects all of them."""
     parents = llm_tree(llm).parents
     draft = MedusaDrafter.draft
 
@@ -253,7 +253,7 @@ def llm_tree(llm: LLM) -> Any:
 def test_large_batches_are_verified_in_parts(
     llm: LLM, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM bounds the fp32 logits it holds; a part is whole requests, one at least."""
+    """vLLM limits the fp32 logits; a part consists of whole requests, at least one."""
     parts: list[int] = []
     decide = TreeSampler._decide
 
@@ -268,8 +268,8 @@ def test_large_batches_are_verified_in_parts(
     assert {1, 2} <= set(parts) and 4 not in parts
 
 
-def test_prefills_filled_up_with_placeholders(llm: LLM, plain: dict[str, Any]) -> None:
-    """All but one token of a prompt is cached: the scheduler adds drafts that nobody proposed."""
+def test_prefills_padded_with_placeholders(llm: LLM, plain: dict[str, Any]) -> None:
+    """All but one token of a prompt is cached: the scheduler adds placeholder drafts."""
     even = plain["even"]
     assert llm.reset_prefix_cache()
     for again in (False, True):
@@ -283,8 +283,10 @@ def test_prefills_filled_up_with_placeholders(llm: LLM, plain: dict[str, Any]) -
     assert metric(llm, "prefix_cache_hits") > 0
 
 
-def test_start_up_claims_the_logits_of_all_nodes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory profiling would else see one row of logits a request."""
+def test_start_up_allocates_the_logits_of_all_nodes(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise memory profiling would allocate one row of logits per request."""
     core: Any = llm.llm_engine.engine_core
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
     rows: list[int] = []
@@ -311,8 +313,8 @@ DYNAMIC = {"method": "medusa", "model": str(ASSETS / "heads"), "budget": 5}
     ],
     ids=["sync", "async", "async_dynamic"],
 )
-def test_structured_output_beside_trees(ahead: bool, trees: dict[str, Any]) -> None:
-    """A grammar's requests keep to it and are plain vLLM's, and their drafts count too.
+def test_structured_output_and_trees_together(ahead: bool, trees: dict[str, Any]) -> None:
+    """Requests with a grammar follow it and equal plain vLLM's, and their drafts count too.
 
     The async scheduler then waits for each step's tokens.
     """
@@ -344,8 +346,10 @@ def test_structured_output_beside_trees(ahead: bool, trees: dict[str, Any]) -> N
         assert sum(row.accepted for row in rows if (row.prompt in bound) == following) > 0
 
 
-def test_a_grammar_joins_while_no_head_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its drafts, none, are not looked for in the last proposal, of a smaller batch."""
+def test_a_request_with_a_grammar_arrives_while_no_head_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has no drafts, so they must not be looked up in the last proposal, of a smaller batch."""
     from vllm_medusa.worker import practice
 
     monkeypatch.setattr(practice, "SECONDS", 0.0)

@@ -1,4 +1,4 @@
-"""Equality, architectures, scheduling and ranks once more, on vLLM's V2 model runner."""
+"""Equality, architectures, scheduling and ranks again, on vLLM's V2 model runner."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from support.on_v2 import MARKS, once_more
 
 pytestmark = MARKS
 
-SUITE = [  # a file's tests share an engine, so none is torn apart
+SUITE = [  # the tests of a file share an engine, so files are not split
     "tests/e2e/test_equality.py::test_planted_drafts",
     "tests/e2e/test_equality.py::test_random_heads",
-    "tests/e2e/test_negative_controls.py::test_nothing_broken_is_equal",
-    "tests/e2e/test_negative_controls.py::test_broken_differs",
+    "tests/e2e/test_negative_controls.py::test_equal_without_a_control",
+    "tests/e2e/test_negative_controls.py::test_each_control_differs",
     "tests/e2e/test_architectures.py::test_equality",
     "tests/e2e/test_decode_agreement.py::test_accepts_what_the_oracle_accepts",
     "tests/e2e/test_decode_agreement.py::test_hidden_state_of_the_wrong_node",
     "tests/e2e/test_scheduling.py::test_chunked_prefill_and_mixed_steps",
-    "tests/e2e/test_scheduling.py::test_trees_are_cut_to_the_budget",
+    "tests/e2e/test_scheduling.py::test_trees_are_truncated_to_the_budget",
     "tests/e2e/test_scheduling.py::test_prefix_cache_hits_on_compacted_blocks",
     "tests/e2e/test_scheduling.py::test_requests_end_exactly_at_max_model_len",
     "tests/e2e/test_scheduling.py::test_end_tokens_of_the_model",
@@ -29,8 +29,8 @@ SUITE = [  # a file's tests share an engine, so none is torn apart
     "tests/distributed/test_tensor_parallel.py::test_seeded_tokens",
     "tests/distributed/test_tensor_parallel.py::test_one_rank_decides_the_same",
     "tests/distributed/test_tensor_parallel.py::test_the_ranks_agree",
-    "tests/distributed/test_tensor_parallel.py::test_the_comparison_is_a_large_one",
-    "tests/distributed/test_tensor_parallel.py::test_a_rank_that_differs_is_noticed",
+    "tests/distributed/test_tensor_parallel.py::test_the_comparison_covers_many_verdicts",
+    "tests/distributed/test_tensor_parallel.py::test_a_differing_rank_is_detected",
 ]
 
 outcomes, test_on_v2 = once_more(SUITE)

@@ -1,4 +1,4 @@
-"""The scorer against vLLM's own CPU kernels: how tokens are packed, and what a chain comes to."""
+"""The scorer against vLLM's own CPU kernels: the packing of tokens, and the results of chains."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def store(kv_cache, isa, keys, values, slots):
 
 
 @pytest.mark.parametrize(("isa", "dtype", "dim", "block"), LAYOUTS)
-def test_tokens_are_found_where_vllm_put_them(isa, dtype, dim, block):
+def test_tokens_are_found_in_vllm_s_slots(isa, dtype, dim, block):
     kv_cache = torch.full((3, 2, block, 2 * dim), float("nan"), dtype=dtype)
     slots = torch.randperm(3 * block)[: block + 5]
     keys, values = torch.randn(2, len(slots), 2, dim).to(dtype)
@@ -87,7 +87,7 @@ def test_copied_tokens_equal_stored_ones(isa):
 def run_both(
     dtype, isa, sizes, bases, *, heads=(4, 2), dim=64, window=None, softcap=0.0, sinks=None
 ):
-    """Chains through the stock kernel and through ours, and the fp64 reference of the same."""
+    """Chains with the stock kernel and with ours, and the fp64 reference."""
     block = 32
     generator = torch.Generator().manual_seed(sum(sizes) + sum(bases))
     tree = random_tree_batch(sizes, generator, "chain")
@@ -166,14 +166,14 @@ def test_a_chain_equals_the_stock_kernel(isa, window, softcap, with_sinks):
         sinks=sinks,
     )
     assert (ours.double() - exact).abs().max() < 1e-5
-    # the stock kernel computes softcaps through a fast tanh or exp
+    # the stock kernel computes softcaps with a fast tanh or exp
     assert (ours - stock).abs().max() < (1e-3 if softcap else 2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("nodes", "base"), [(1, 512), (8, 256), (16, 1000), (64, 100)])
-def test_rounding_is_that_of_plain_decoding(dtype, nodes, base):
-    """Near ties between tokens must fall as they do without a tree."""
+def test_rounding_equals_plain_decoding(dtype, nodes, base):
+    """Near-ties between tokens must be decided as without a tree."""
     ours, stock, exact = run_both(dtype, "vec", [nodes], [base], heads=(14, 2))
     mine, theirs = ((x.double() - exact).abs() for x in (ours, stock))
     assert mine.max() <= 2 * theirs.max()
@@ -182,14 +182,14 @@ def test_rounding_is_that_of_plain_decoding(dtype, nodes, base):
 
 @pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
 @pytest.mark.parametrize(("nodes", "base"), [(1, 512), (8, 256), (64, 100)])
-def test_bf16_outputs_are_those_of_plain_decoding(isa, nodes, base, monkeypatch):
+def test_bf16_outputs_equal_plain_decoding(isa, nodes, base, monkeypatch):
     if isa == "amx" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("this CPU has no AMX")
     ours, stock, _ = run_both(torch.bfloat16, isa, [nodes], [base], heads=(14, 2))
     assert (ours != stock).float().mean() < 0.01
     if isa == "amx":
         return
-    # the control: results rounded where the kernel cuts off, or the reverse
+    # negative control: rounding where the kernel truncates, or vice versa
     other = not kernel_truncates()
     monkeypatch.setitem(globals(), "kernel_truncates", lambda: other)
     wrong, stock, _ = run_both(torch.bfloat16, isa, [nodes], [base], heads=(14, 2))
@@ -198,8 +198,8 @@ def test_bf16_outputs_are_those_of_plain_decoding(isa, nodes, base, monkeypatch)
 
 @pytest.mark.parametrize("refuses", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_heads_multiply_where_onednn_has_no_product(dtype, refuses, monkeypatch):
-    """Without AVX-512 it has none for bf16 and fp16; vLLM's own layers go to torch then."""
+def test_heads_multiply_without_a_onednn_kernel(dtype, refuses, monkeypatch):
+    """Without AVX-512 it has none for bf16 and fp16; vLLM's own layers then use torch."""
 
     def refuse(*args):
         raise RuntimeError("could not create a primitive descriptor for the matmul primitive")

@@ -1,4 +1,4 @@
-"""The oracle's truncation and draws against vLLM's own code, token for token."""
+"""The oracle's truncation and sampling against vLLM's own code, token for token."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def test_equals_vllm_s_cpu_sampler(top_k: int, top_p: float) -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        pytest.skip("vLLM is not its CPU build here")
+        pytest.skip("this is not a CPU build of vLLM")
     current_platform.import_kernels()
     from vllm.v1.sample.ops import topk_topp_sampler as ops
 

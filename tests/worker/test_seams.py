@@ -1,7 +1,7 @@
-"""What we take from vLLM and put into it is there, with the parameters we count on.
+"""Everything that we use of vLLM exists, with the parameters that we rely on.
 
-Parameters are read from the source, since the plugin may have put its own functions in place. The
-tables hold for 0.32 and 0.33 (`e2e/test_vllm_033.py`) alike; what does not is `MOVED`.
+Parameters are read from the source, because the plugin may have replaced functions. The
+tables hold for both 0.32 and 0.33 (`e2e/test_vllm_033.py`); exceptions are in `MOVED`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PATCHED = {  # see vllm_medusa/worker/overrides.py
         "vllm_config", "device", "req_states",
     ),
 }  # fmt: skip
-NAMED = {  # looked up by name at run time: as a global that is swapped, or an attribute
+NAMED = {  # looked up by name at run time: as a patched global, or an attribute
     ("vllm.v1.worker.cpu_worker", "CPUModelRunner"),
     ("vllm.v1.worker.gpu.model_runner", "init_speculator"),
     ("vllm.v1.attention.selector", "_cached_get_attn_backend"),
@@ -58,7 +58,7 @@ NAMED = {  # looked up by name at run time: as a global that is swapped, or an a
     ("vllm._custom_ops", "create_onednn_mm"),
     ("vllm._custom_ops", "onednn_mm"),
 }
-USED = {  # attributes that are read, set or shadowed: how their class mentions them
+USED = {  # attributes that are read, set or shadowed: source lines of their class
     ("vllm.v1.metrics.loggers", "PrometheusStatLogger"): {
         "self.spec_decoding_prom = self._spec_decoding_cls(", "_counter_cls = ", "_gauge_cls = ",
     },
@@ -103,7 +103,7 @@ USED = {  # attributes that are read, set or shadowed: how their class mentions 
     },
     ("vllm.v1.spec_decode.metrics", "SpecDecodingStats"): {"num_draft_tokens_per_pos: list[int]"},
 }  # fmt: skip
-# Shims: (release it is for, its place there, its place in later releases).
+# Shims: (release, location there, location in later releases).
 MOVED = {
     (
         (0, 32),
@@ -111,7 +111,7 @@ MOVED = {
         ("vllm.entrypoints.common.startup", "cli_env_setup"),
     ),
 }
-# A method of ours that no longer overrides anything would be silently left out by vLLM.
+# vLLM would silently ignore a method of ours that no longer overrides anything.
 OVERRIDES = {
     "MedusaModelRunner": {
         "load_model", "initialize_kv_cache", "_prepare_inputs", "_build_attention_metadata",
@@ -137,11 +137,11 @@ OVERRIDES = {
     "WithTrees": {"sample_tokens", "load_model", "compile_or_warm_up_model"},
     "DepthLogging": {"__init__", "observe", "log"},
 }  # fmt: skip
-FREE = {"__init__", "__post_init__"}  # called by us, or with keywords of ours
+FREE = {"__init__", "__post_init__"}  # called by us, or with our keywords
 
 
 def found(module: str, name: str | None) -> Any:
-    """What an import gives; None: it fails."""
+    """The result of an import; None if it fails."""
     try:
         place = importlib.import_module(module)
         if name is None or hasattr(place, name):
@@ -152,7 +152,7 @@ def found(module: str, name: str | None) -> Any:
 
 
 def imports_of_vllm() -> Iterator[tuple[str, str | None]]:
-    """(module, name) of everything that our files take from vLLM, wherever the import is."""
+    """(module, name) of everything that our files import from vLLM, at any level."""
     for node in (node for file in FILES for node in ast.walk(ast.parse(file.read_text()))):
         if isinstance(node, ast.Import):
             yield from ((a.name, None) for a in node.names if a.name.split(".")[0] == "vllm")
@@ -189,7 +189,7 @@ def stand_in(ours: ast.arguments, stock: ast.arguments) -> bool:
     return ours.kwarg is not None or names[0] <= names[1]
 
 
-def test_every_import_is_there() -> None:
+def test_every_import_exists() -> None:
     imports = set(imports_of_vllm())
     assert len(imports) > 50
     moved = {place for _, *places in MOVED for place in places}
@@ -197,11 +197,11 @@ def test_every_import_is_there() -> None:
     assert [place for place in sorted(NAMED) if found(*place) is None] == []
 
 
-def test_shims_are_needed_and_enough() -> None:
+def test_shims_are_required_and_sufficient() -> None:
     for release, old, new in MOVED:
         assert (found(*old) is None) != (found(*new) is None), f"{old} or {new}"
-        # Once this fails, import the new place where the shim is used now and drop the entry.
-        assert release in SUPPORTED_VLLM, f"{old}: the shim for {release} can go"
+        # If this fails, import from the new location instead of the shim and remove the entry.
+        assert release in SUPPORTED_VLLM, f"{old}: remove the shim for {release}"
 
 
 def test_patched_functions_have_these_parameters() -> None:
@@ -212,13 +212,13 @@ def test_patched_functions_have_these_parameters() -> None:
         assert tuple(positional(stock)) == expected and not stock.kwonlyargs, name
 
 
-def test_attributes_are_there() -> None:
+def test_attributes_exist() -> None:
     for (module, name), mentions in USED.items():
         text = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(found(module, name)))))
         assert not (gone := {each for each in mentions if each not in text}), f"{name}: {gone}"
 
 
-def test_methods_override_what_they_are_meant_to() -> None:
+def test_methods_override_the_intended_ones() -> None:
     seen: dict[str, set[str]] = {}
     for module in pkgutil.walk_packages(worker.__path__, "vllm_medusa.worker."):
         for owner in vars(importlib.import_module(module.name)).values():
@@ -234,7 +234,7 @@ def test_methods_override_what_they_are_meant_to() -> None:
         assert names <= seen.get(name, set()), f"{name} overrides {seen.get(name)} only"
 
 
-def test_control_other_parameters_are_noticed() -> None:
+def test_control_other_parameters_are_detected() -> None:
     def parameters(text: str) -> ast.arguments:
         return ast.parse(f"def f({text}): ...").body[0].args  # type: ignore[attr-defined]
 

@@ -1,7 +1,7 @@
-"""The attention for CUDA in a whole engine: vLLM's V2 runner drives it through the interpreter.
+"""The CUDA attention in a whole engine: vLLM's V2 runner with the interpreter.
 
-Cache layout, cache writes and steps without trees are those of vLLM's Triton backend; what comes
-out is compared with plain vLLM on its own C++ attention.
+Cache layout, cache writes and steps without trees are those of vLLM's Triton backend; output
+is compared with plain vLLM on its own C++ attention.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from vllm_medusa.worker import cuda_attention, cuda_metadata
 
 pytestmark = pytest.mark.engine
 IN_INTERPRETER = pytest.mark.skipif(
-    not INTERPRETING, reason="runs in a process whose Triton interprets, see below"
+    not INTERPRETING, reason="runs in a process that interprets Triton, see below"
 )
 
 TOKENS = 24
-FEW = 12  # enough to go wrong
-SHARED = 16  # tokens of an output that another prompt begins with
+FEW = 12  # enough for errors to occur
+SHARED = 16  # output tokens with which another prompt starts
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [1, 0, 0]]
-LONGEST = 50  # and `SHARED` more fill two blocks
+LONGEST = 50  # with `SHARED` more, this fills two blocks
 SMALL: dict[str, Any] = {
     "max_model_len": LONGEST + TOKENS,
     "max_num_batched_tokens": 36,
@@ -60,7 +60,7 @@ SMALL: dict[str, Any] = {
 
 @dataclass
 class Attended:
-    """What our kernel was called with."""
+    """Recorded arguments of our kernel."""
 
     batches: list[PagedBatch]
     windows: set[int | None]
@@ -90,7 +90,7 @@ def worker_of(llm: LLM) -> Any:
 
 @pytest.fixture
 def proposed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The trees that the proposer's kernel drafted, each equal to torch's."""
+    """The trees drafted by the proposer's kernel, each equal to torch's."""
     seen: list[Tensor] = []
     propose = kernel.propose
 
@@ -120,11 +120,11 @@ def no_compaction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda_attention, "compact_group", lambda *args: None)
 
 
-Setting = tuple[str, Reference]  # a model, and what plain vLLM says
+Setting = tuple[str, Reference]  # a model, and plain vLLM's output
 
 
 def check_warm_up(worker: Any) -> None:
-    """It calls the kernel with batches of no rows, in parts and not; eager engines leave it out."""
+    """It calls the kernel with batches without rows, split or not; eager engines skip it."""
     warmed: list[PagedBatch] = []
     with pytest.MonkeyPatch.context() as patch:
         attend = cuda_attention.paged_tree_attention
@@ -143,7 +143,7 @@ def check_warm_up(worker: Any) -> None:
 class Cases:
     architecture: str
     window: int | None = None
-    lengths: tuple[int, ...]  # of the prompts
+    lengths: tuple[int, ...]  # prompt lengths
 
     def config(self, heads: str) -> dict[str, Any]:
         return medusa(heads, TREE)
@@ -185,7 +185,7 @@ class Cases:
         self.check_steps(steps, attended)
 
     def check_steps(self, steps: list[Step], attended: Attended) -> None:
-        """The steps that the case is about did occur."""
+        """The steps that the case tests did occur."""
         assert any(batch.num_splits > 1 for batch in attended.batches)
 
 
@@ -202,10 +202,10 @@ class TestLlama(Cases):
             any(row.is_tree for row in step)
             and any(row.num_nodes == 1 and not row.is_prefill for row in step)
             for step in steps
-        ), "no step mixed trees with plain decodes"  # next to max_model_len nothing is drafted
+        ), "no step mixed trees with plain decodes"  # near max_model_len nothing is drafted
 
     def test_cached_prefixes(self, llm: LLM, setting: Setting, attended: Attended) -> None:
-        """Blocks with compacted nodes serve the next request that has their tokens."""
+        """Blocks with compacted nodes are reused by the next request with the same tokens."""
         _, reference = setting
         prompt, output = reference.prompts[0], list(reference.outputs[0])
         before = metric(llm, "prefix_cache_hits")
@@ -218,7 +218,7 @@ class TestLlama(Cases):
         assert attended.batches
 
     @pytest.mark.parametrize("control", [causal_mask, no_compaction])
-    def test_broken_differs(
+    def test_each_control_differs(
         self,
         llm: LLM,
         setting: Setting,
@@ -242,7 +242,7 @@ class TestMistral(Cases):
 
 @IN_INTERPRETER
 class TestDynamic(TestMistral):
-    """Every request and step has a tree of its own, whose depths the window goes by."""
+    """Every request and step has its own tree, whose depths determine the window."""
 
     lengths = (45, 30)
 
@@ -269,6 +269,6 @@ class TestDynamic(TestMistral):
         assert attended.windows == {self.window}
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
+@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
 def test_in_a_process_that_interprets() -> None:
     run_interpreting(__file__, "TestLlama or TestMistral or TestDynamic")

@@ -94,8 +94,8 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
 
     options, training = plan.options, plan.training
     joint, weights = options.method == "medusa-2", {"target": plan.target["sha256"]}
-    asked = options.num_draft_tokens
-    budgets = (asked,) if asked else tuple(sorted(set(options.budgets)))
+    requested = options.num_draft_tokens
+    budgets = (requested,) if requested else tuple(sorted(set(options.budgets)))
     serving = {
         "target": options.target,
         "dtype": options.dtype,

@@ -76,8 +76,8 @@ class Plan:
         """A digest of everything that the result depends on."""
         places = dict.fromkeys(("target", "prompts", "output", "overwrite", "work"))
         trained = values_of(self.training) | dict.fromkeys(("model", "data", "heldout", "output"))
-        asked = [values_of(self.options) | places, trained]
-        return digest_json([asked, self.target, self.prompts_digest])[:12]
+        settings = [values_of(self.options) | places, trained]
+        return digest_json([settings, self.target, self.prompts_digest])[:12]
 
 
 def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> Plan:

@@ -95,11 +95,11 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
 
 def conclusion(document: dict[str, Any]) -> str:
     """Summarize the measurements in a few sentences."""
-    nodes, asked = document["num_draft_tokens"], document["num_draft_tokens_asked"]
+    nodes, requested = document["num_draft_tokens"], document["num_draft_tokens_asked"]
     if document["tree"] is None:
         tree = f'The drafter builds its trees itself; "budget": {nodes} limits them to that size.'
     else:
-        more = "" if asked in (None, nodes) else f" ({asked} were requested; this is the maximum)"
+        more = "" if requested in (None, nodes) else f" (maximum; {requested} were requested)"
         tree = f'The heads\' own tree has {plural(nodes, "draft node")}{more}; "tree": "heads" '
         tree += "serves it. Without this option, trees are dynamic."
     said = [comparison.conclusion(document["measured"]), tree]

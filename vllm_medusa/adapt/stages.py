@@ -65,9 +65,9 @@ class WorkFolder(Run):
         Raises StageFailed: the job failed; its files are kept for the next attempt.
         """
         here = self.folder / f"{name}-{_key(options(Path()), inputs)}"
-        asked, words = options(here), list[str]()
-        if isinstance(asked, Options):
-            words = ["vllm-medusa", command, *command_line(asked)]
+        arguments, words = options(here), list[str]()
+        if isinstance(arguments, Options):
+            words = ["vllm-medusa", command, *command_line(arguments)]
             command = shlex.join(words)
         head = f"{len(self.finished) + 1}/{self.count} {name}"
         if (seconds := _done(here, outputs)) is not None:
@@ -78,7 +78,7 @@ class WorkFolder(Run):
             try:
                 here.mkdir(exist_ok=True)
                 prepare(here)
-                run_in_process(_run, (job, asked, words), self.progress, log=here / LOG)
+                run_in_process(_run, (job, arguments, words), self.progress, log=here / LOG)
                 if missing := [each for each in outputs if not (here / each).is_file()]:
                     raise JobFailed(f"it did not write {missing[0]}")
             except (ValueError, OSError, JobFailed) as error:
@@ -114,7 +114,7 @@ def _done(here: Path, outputs: Sequence[str]) -> float | None:
         return None
 
 
-def _run(asked: tuple[Callable[..., Any], Any, Sequence[str]], progress: Progress) -> None:
+def _run(arguments: tuple[Callable[..., Any], Any, Sequence[str]], progress: Progress) -> None:
     """Run a job in the subprocess; its result is in the folder, not returned."""
-    job, options, command = asked
+    job, options, command = arguments
     job(options, progress, command)

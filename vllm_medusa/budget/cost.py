@@ -135,12 +135,12 @@ class StepCost:
         self._age(ms / 1e3)
         slopes = [(curve, knot, slope / total) for curve, knot, slope in slopes]
         known = sum(slope**2 * float(curve.variance[knot]) for curve, knot, slope in slopes)
-        most = _MAX_ERROR * math.sqrt(known + _NOISE)
-        if abs(error) > most and self._is_change(error):
-            known, most = _SURPRISED, math.inf
-        elif abs(error) <= most:
+        bound = _MAX_ERROR * math.sqrt(known + _NOISE)
+        if abs(error) > bound and self._is_change(error):
+            known, bound = _SURPRISED, math.inf
+        elif abs(error) <= bound:
             self._streak = 0
-        error = min(max(error, -most), most)
+        error = min(max(error, -bound), bound)
         whole = known + _SPEED + _NOISE
         for curve, knot, slope in slopes:
             variance = float(curve.variance[knot])

@@ -322,16 +322,16 @@ class Auto:
 
     def _begin_trial(self, plan: Plan) -> None:
         """Try an alternative for a few steps, if its expected cost has been saved up."""
-        most = _MAX_SAVED * _TRIAL_STEPS * float(plan.arms[0, 3])
-        self._saved = min(self._saved, most)
+        maximum = _MAX_SAVED * _TRIAL_STEPS * float(plan.arms[0, 3])
+        self._saved = min(self._saved, maximum)
         limit, nodes, rate, ms = self._alternative(plan)
         best_rate = max(plan.rate if self.drafting else 0.0, plan.rate_without)
         lost = _TRIAL_STEPS * ms * max(1.0 - rate / best_rate, 0.02)
         # the estimates for these may be wrong, but not by much
         if limit == self.limits[0]:
-            lost = min(lost, most / 2)
+            lost = min(lost, maximum / 2)
         elif self.drafting and limit == plan.limit:
-            lost = min(lost, most / 4)
+            lost = min(lost, maximum / 4)
         self.turn += 1
         if lost > self._saved:
             return

@@ -26,7 +26,7 @@ class Accuracy:
 
     overall: Table  # at every position
     walked: Table  # where walks with the tree reach an inner node of depth h
-    asked: npt.NDArray[np.int64]  # [K, 2] positions counted
+    counted: npt.NDArray[np.int64]  # [K, 2] positions counted
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: four decimals, None where nothing was counted."""
@@ -36,7 +36,7 @@ class Accuracy:
                 name: [[None if np.isnan(x) else round(float(x), 4) for x in row] for row in table]
                 for name, table in tables.items()
             },
-            "positions_asked": dict(zip(tables, self.asked.T.tolist(), strict=True)),
+            "positions_asked": dict(zip(tables, self.counted.T.tolist(), strict=True)),
         }
 
 
@@ -51,8 +51,8 @@ def measure_accuracy(observations: Observations, tree: Sequence[Path]) -> Accura
     rows = []
     for head in range(observations.num_heads):
         # asked: passed by a deeper step, or stopped at a node of this depth with children
-        asked = (reached > head) | ((reached == head) & has_child)
-        cases = observations.ranks[:, head], walked[asked, head]
+        counted = (reached > head) | ((reached == head) & has_child)
+        cases = observations.ranks[:, head], walked[counted, head]
         rows.append([shares(case, observations.num_ranks) for case in cases])
     overall, there = (np.stack([row[case][0] for row in rows]) for case in (0, 1))
     return Accuracy(overall, there, np.array([[count for _, count in row] for row in rows]))

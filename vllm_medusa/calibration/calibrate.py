@@ -88,8 +88,8 @@ def calibrate(
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": options.machine.quantization,
     }
-    asked = {name: getattr(options, name) for name in ("positions", "temperature", "top_k")}
-    with Run(options.heads / FOLDER, source | asked, of=options.heads, restart=True) as run:
+    settings = {name: getattr(options, name) for name in ("positions", "temperature", "top_k")}
+    with Run(options.heads / FOLDER, source | settings, of=options.heads, restart=True) as run:
         observations, fits = collect(
             records,
             heads,

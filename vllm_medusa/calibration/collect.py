@@ -28,7 +28,7 @@ from vllm_medusa.training.rows import labels_at, pad, split_passes, tokens_after
 
 FOLDER = "calibration.part"  # next to the heads, while calibration runs
 CLOSE_POSITIONS = 4096  # approximate number used to fit temperatures
-_CLOSE = ("own", "best", "partition", "first", "labelled")
+_CLOSE = ("own", "best", "partition", "first", "labeled")
 
 HiddenStates = Callable[[Tensor, Tensor], Tensor]  # ids, mask [B, L] -> [B, L, H]
 Span = tuple[int, int, int]  # text, first position, last + 1

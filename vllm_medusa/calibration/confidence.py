@@ -41,7 +41,7 @@ class Fit:
 
 
 def fit_temperature(
-    own: Floats, best: Floats, partition: Floats, first: Floats, labelled: Floats
+    own: Floats, best: Floats, partition: Floats, first: Floats, labeled: Floats
 ) -> Fit | None:
     """Fit one head: [m], [m], [m, G], bool [m], bool [m] of `observe.Seen`; None without labels.
 
@@ -67,9 +67,9 @@ def fit_temperature(
         place = np.clip((power - grid[0]) / (grid[1] - grid[0]), 0, len(grid) - 1)
         under = min(int(place), len(grid) - 2)
         share = place - under
-        logs = (1 - share) * partition[labelled, under] + share * partition[labelled, under + 1]
-        confidence = np.exp(np.minimum(best[labelled] * 2.0**power - logs, 0))
-        return calibration_error(confidence, first[labelled])
+        logs = (1 - share) * partition[labeled, under] + share * partition[labeled, under + 1]
+        confidence = np.exp(np.minimum(best[labeled] * 2.0**power - logs, 0))
+        return calibration_error(confidence, first[labeled])
 
     plain = len(grid) // 2  # sharpness 1
     return Fit(float(2.0**-at), float(nll[plain]), fitted, ece(0.0), ece(at))

@@ -33,7 +33,7 @@ class Seen:
     best: Array  # float32 [m, K] the largest logit
     partition: Array  # float32 [m, K, G] log sum exp of the logits times each of `SHARPNESS`
     first: Array  # bool [m, K]: the actual token had the largest logit
-    labelled: Array  # bool [m, K]: a token exists
+    labeled: Array  # bool [m, K]: a token exists
 
 
 @torch.inference_mode()

@@ -34,7 +34,7 @@ def check_picture(path: Path) -> None:
 def draw_tree(
     path: Path, paths: Sequence[TreePath], chances: Mapping[TreePath, float], title: str
 ) -> None:
-    """A tree from the root down; size and colour of a node show the probability of reaching it.
+    """A tree from the root down; size and color of a node show the probability of reaching it.
 
     Edges show the rank of the choice. ``chances`` has every node; the root's is 1.
     """
@@ -92,7 +92,7 @@ def draw_tree(
     bar = figure.colorbar(drawn, ax=axis, pad=0.01, fraction=0.03)
     bar.set_ticks([0.001, 0.01, 0.1, 1], labels=["0.1 %", "1 %", "10 %", "100 %"])
     axis.set_xlabel(
-        "edges: choice of the head, 0 = best; colour and number: % of steps that accept the node",
+        "edges: choice of the head, 0 = best; color and number: % of steps that accept the node",
         fontsize=9,
     )
     with new_path(path) as part:

@@ -40,11 +40,11 @@ def run(options: TrainOptions, progress: ConsoleProgress) -> int:
 
 
 def _show(trained: Trained, progress: ConsoleProgress) -> None:
-    told = trained.told
-    if told.get("heldout"):
-        progress.console.print(_accuracies(told["heldout"]))
-    if told.get("quality"):
-        progress.console.print(_quality(told["quality"], told["bounds"]))
+    summary = trained.summary
+    if summary.get("heldout"):
+        progress.console.print(_accuracies(summary["heldout"]))
+    if summary.get("quality"):
+        progress.console.print(_quality(summary["quality"], summary["bounds"]))
     if trained.model is None:
         progress.note(f"heads in {trained.output}")
     elif not trained.degraded:

@@ -82,18 +82,18 @@ class EagleShape:
         }
 
 
-def choose_layers(asked: Sequence[int], num_layers: int) -> tuple[int, ...]:
+def choose_layers(given: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """The target layers whose inputs a new drafter reads, ascending.
 
-    ``asked`` if given; else vLLM's default, adapted if the target is too shallow.
+    ``given`` unless it is empty; else vLLM's default, adapted if the target is too shallow.
 
     Raises:
         HeadsError: Not three distinct layers of the target.
 
     """
     usual = default_layers(num_layers)
-    if asked:
-        layers = tuple(sorted(asked))
+    if given:
+        layers = tuple(sorted(given))
     elif len(set(usual)) == 3 and min(usual) > 0:
         layers = tuple(sorted(usual))
     elif num_layers >= 4:

@@ -193,8 +193,8 @@ def drafter_budgets(options: CompareOptions) -> list[int]:
     """The budgets that an EAGLE drafter's trees allow, ascending."""
     config = medusa_config(options.heads, options.tree)
     del config["method"]
-    most = EagleConfig.from_speculative_config(config).grown.num_draft_tokens
-    return sorted({min(budget, most) for budget in options.budgets})
+    maximum = EagleConfig.from_speculative_config(config).grown.num_draft_tokens
+    return sorted({min(budget, maximum) for budget in options.budgets})
 
 
 def positions(options: CompareOptions, prompts: Sequence[Prompt]) -> list[int]:

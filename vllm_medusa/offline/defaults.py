@@ -127,8 +127,8 @@ def fit(
     # one more block, which vLLM reserves
     needed = [(_BLOCK + total) * sizes.per_token for total in accumulate(slots)]
     fixed = sizes.weights + ENGINE_BYTES
-    most = int(_SHARE * (available / engines - fixed))
-    if needed[0] > most:
+    maximum = int(_SHARE * (available / engines - fixed))
+    if needed[0] > maximum:
         who = f"{engines} engines need" if engines > 1 else "an engine needs"
         raise ValueError(
             f"{who} {engines * (fixed + needed[0] / _SHARE) / 1e9:.1f} GB of memory for a single "
@@ -137,8 +137,8 @@ def fit(
             "Free memory, lower the tokens per answer, omit the longest prompts, or use a "
             "smaller --dtype."
         )
-    together = sum(each <= most for each in needed)
-    cache = min(most, max(_MIN_CACHE, needed[together - 1]))
+    together = sum(each <= maximum for each in needed)
+    cache = min(maximum, max(_MIN_CACHE, needed[together - 1]))
     tokens = longest[0] + _SLACK
     arguments = {
         "max_model_len": tokens if limit is None else min(limit, tokens),

@@ -38,12 +38,12 @@ def available_memory() -> int:
     free = int(psutil.virtual_memory().available)
     for folder, limit, used in _CGROUPS:
         try:
-            most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
+            maximum, now = (int(Path(folder, name).read_text()) for name in (limit, used))
             lines = Path(folder, "memory.stat").read_text().splitlines()
         except (OSError, ValueError):  # no such file; "max"
             continue
         cached = next((line.split()[1] for line in lines if line.startswith("inactive_file ")), "0")
-        free = min(free, most - now + int(cached))
+        free = min(free, maximum - now + int(cached))
     return max(0, free)
 
 

@@ -106,15 +106,15 @@ def serve(channel: Channel) -> None:
     channel.send(("ready", str(engine.llm.llm_engine.model_config.dtype).removeprefix("torch.")))
     while True:
         try:
-            asked = channel.recv()
+            request = channel.recv()
         except EOFError:
             engine.close()
             return
-        if isinstance(asked, str):
-            metrics = [m for m in engine.llm.get_metrics() if m.name.endswith(asked)]
+        if isinstance(request, str):
+            metrics = [m for m in engine.llm.get_metrics() if m.name.endswith(request)]
             channel.send(("count", float(sum(getattr(m, "value", 0) for m in metrics))))
             continue
-        prompts, how, engine.sampling, streamed = asked
+        prompts, how, engine.sampling, streamed = request
         results, start = [], time.perf_counter()
         for result in run_batch(prompts, engine, **how):
             if streamed:

@@ -4,7 +4,7 @@ namespace {
 
 constexpr int MAX_WIDTH = 64;
 
-inline uint32_t any(Ints mask) {  // one bit a lane
+inline uint32_t any(Ints mask) {  // one bit per lane
 #ifdef __AVX512F__
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
 #else
@@ -12,7 +12,7 @@ inline uint32_t any(Ints mask) {  // one bit a lane
 #endif
 }
 
-// Lanes from `count` on are -inf.
+// Lanes at and after `count` are -inf.
 template <class T> Floats load_some(const T* from, int64_t count) {
   T part[W] = {};
   std::memcpy(part, from, count * sizeof(T));
@@ -22,14 +22,14 @@ template <class T> Floats load_some(const T* from, int64_t count) {
   return load(values);
 }
 
-// Best first, equal logits by id. False if a logit is NaN, or none is finite, or one is infinite.
+// Best first, ties by id. False if a logit is NaN or +inf, or if none is finite.
 template <class T>
 bool best_of_row(const T* row, int64_t vocab, float factor, int64_t width, int64_t* ids,
                  float* log_confidence) {
   float kept[MAX_WIDTH];
   std::fill(kept, kept + width, -INFINITY);
   std::fill(ids, ids + width, 0);
-  int64_t count = 0;  // of kept
+  int64_t count = 0;  // number kept
   Ints nan = {};
   for (int64_t first = 0; first < vocab; first += W) {
     const int64_t rest = std::min(int64_t(W), vocab - first);
@@ -78,8 +78,8 @@ bool best_of_rows(const T* logits, int64_t rows, int64_t vocab, int64_t stride,
 
 }  // namespace
 
-// logits [rows, vocab]; factors on them, row i's is i % num_factors; ids and log_confidence
-// [rows, width]. Returns 0 where the logits are not finite: nothing is promised then.
+// logits [rows, vocab]; row i is multiplied by factors[i % num_factors]; ids and log_confidence
+// [rows, width]. Returns 0 where the logits are not finite: the outputs are then undefined.
 extern "C" int32_t best_choices(const void* logits, int32_t dtype, int64_t rows, int64_t vocab,
                                 int64_t stride, const float* factors, int64_t num_factors,
                                 int64_t width, int64_t* ids, float* log_confidence) {

@@ -11,7 +11,7 @@ struct Plan {
   int64_t max_blocks, seen_request, seen_row, depths_request;        // strides
   const int64_t* row;       // [requests] first query row
   const int64_t* rows;      // [requests] query rows
-  const int64_t* own;       // [requests] keys behind the context
+  const int64_t* own;       // [requests] keys after the context
   const int64_t* base;      // [requests] keys of the context
   const int32_t* blocks;    // [requests, max_blocks]
   const uint8_t* seen;      // [requests, rows, own keys]
@@ -26,7 +26,7 @@ struct Layer {
   float scale, softcap;
   int32_t dtype;             // 0 fp32, 1 bf16, 2 fp16
   int32_t paired;            // the layout for AMX tiles
-  int32_t truncate;          // cut bf16 results off
+  int32_t truncate;          // truncate bf16 results instead of rounding
   int32_t round_weights;     // round exp(logit - largest) to bf16, as vLLM's AMX kernel does
 };
 }
@@ -41,7 +41,7 @@ struct Item {
 
 template <class T, bool paired, int R>
 void attend(const Plan& plan, const Layer& layer, const Item& item, std::vector<float>& memory,
-            float* partial) {  // of several parts: [TILE, dim] sums, [TILE] largest, [TILE] totals
+            float* partial) {  // if several parts: [TILE, dim] sums, [TILE] maxima, [TILE] totals
   const int64_t D = plan.dim, size = plan.block_size, group = plan.heads / plan.kv_heads;
   const int64_t b = item.request, first = item.tile * TILE;
   const int64_t count = std::min<int64_t>(R, plan.rows[b] * group - first);
@@ -100,19 +100,19 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, std::vector<
       if (!seen[t - base]) row[t] = nothing;
     if (plan.window) {
       const int64_t* depths = plan.depths + b * plan.depths_request;
-      const int64_t hidden = base + depths[i] - plan.window;  // positions up to this one
+      const int64_t hidden = base + depths[i] - plan.window;  // up to this position
       for (int64_t t = item.lo; t < std::min({hidden + 1, base, item.hi}); t++) row[t] = nothing;
       for (int64_t t = std::max(base, item.lo); t < item.hi; t++)
         if (base + depths[t - base] <= hidden) row[t] = nothing;
     }
     const bool sink = layer.sinks && item.part == 0 && r < count;
-    Floats most = load(row + start);
+    Floats maxima = load(row + start);
     for (int64_t t = start + W; t < start + length; t += W) {
       const Floats x = load(row + t);
-      most = x > most ? x : most;
+      maxima = x > maxima ? x : maxima;
     }
     float best = sink ? layer.sinks[head(r)] : nothing;
-    for (int k = 0; k < W; k++) best = std::max(best, most[k]);
+    for (int k = 0; k < W; k++) best = std::max(best, maxima[k]);
     largest[r] = best;
     const float shift = best == nothing ? 0.0f : best;
     Floats total = {};
@@ -189,7 +189,7 @@ void merge(const Plan& plan, const Layer& layer, const Item& item, const float* 
 
 template <class T, bool paired>
 void run(const Plan& plan, const Layer& layer) {
-  constexpr int64_t MIN_PART = 512;  // keys of a part, at least
+  constexpr int64_t MIN_PART = 512;  // minimum number of keys of a part
   const int64_t group = plan.heads / plan.kv_heads, size = TILE * (plan.dim + 2);
   static std::vector<Item> items;  // layers run one after another
   static std::vector<float> partials;

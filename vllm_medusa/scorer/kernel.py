@@ -334,7 +334,7 @@ def attend(
 
 @triton.jit(do_not_specialize=("batch_size", "num_splits"))
 def merge(
-    values_ptr,  # fp32 [T, Hq, num_splits, D], normalised
+    values_ptr,  # fp32 [T, Hq, num_splits, D], normalized
     parts_lse_ptr,  # fp32 [T, Hq, num_splits], natural
     out_ptr,  # [T, Hq, D]
     lse_ptr,  # fp32 [T, Hq] or None

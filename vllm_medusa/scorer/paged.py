@@ -96,9 +96,9 @@ class PagedBranches:
     The nodes are their requests' own rows; the levels before the newest are `rows_before`.
     """
 
-    ancestor_bits: Tensor  # int64 [most requests, S, W]
-    depths: Tensor  # int64 [most requests, S]; only used with windows
-    is_tree: Tensor  # bool [most requests]
+    ancestor_bits: Tensor  # int64 [max requests, S, W]
+    depths: Tensor  # int64 [max requests, S]; only used with windows
+    is_tree: Tensor  # bool [max requests]
 
     @classmethod
     def allocate(cls, requests: int, size: int, device: torch.device | str) -> PagedBranches:

@@ -68,7 +68,7 @@ def _own_rows(batch: PagedBatch, b: int, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _tokens(cache: Tensor, blocks: Tensor, offsets: Tensor, factor: Tensor | None) -> Tensor:
-    """fp64 [L, Hkv, D], dequantised."""
+    """fp64 [L, Hkv, D], dequantized."""
     if cache.dtype in FP8_DTYPES:  # indexing is not supported everywhere
         tokens = cache.view(torch.uint8)[blocks, offsets].view(cache.dtype).double()
     else:

@@ -64,8 +64,8 @@ def tile_sizes(
     """
     dim = padded_head(head_size)
     exact = query_bytes == 4
-    most = max(16, min(64 if exact else LARGEST_BLOCK_M, (2048 if exact else 16384) // dim))
-    block_m = min(most, max(16, 1 << (rows - 1).bit_length()))
+    max_block = max(16, min(64 if exact else LARGEST_BLOCK_M, (2048 if exact else 16384) // dim))
+    block_m = min(max_block, max(16, 1 << (rows - 1).bit_length()))
     # a key tile must not straddle two words of an ancestor mask: at most 64 keys, a power of two
     block_n = (32 if dim <= 128 else 16) if exact else (64 if dim <= 128 else 32)
     num_warps = 8 if exact or block_m == 128 or block_m * dim > 8192 else 4

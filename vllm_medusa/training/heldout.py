@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vllm_medusa.offline.prompts import BadLine
 from vllm_medusa.offline.records import Record, load_records, split_heldout, write_records
 
-LEAST = 8  # min prompts held out, but at most half of them
+MIN_PROMPTS = 8  # min prompts held out, but at most half of them
 FILES = ("train.jsonl", "calibration.jsonl", "measurement.jsonl")
 
 
@@ -29,7 +29,7 @@ class Split(NamedTuple):
 def split_records(source: Path, folder: Path, share: float) -> Split:
     """Write `FILES` into ``folder``, which must exist, in an order independent of the source's.
 
-    ``share`` of the prompts is held out, at least `LEAST` prompts if that leaves half. Half of
+    ``share`` of the prompts is held out, at least `MIN_PROMPTS` if that leaves half. Half of
     them are to calibrate on, half to measure on; a single one is for both. Bad lines are skipped.
 
     Raises:
@@ -43,7 +43,7 @@ def split_records(source: Path, folder: Path, share: float) -> Split:
             f"{source} has records of {prompts} prompts; at least 2 are needed, one of them held "
             "out."
         )
-    count = min(max(round(share * prompts), LEAST), prompts // 2)
+    count = min(max(round(share * prompts), MIN_PROMPTS), prompts // 2)
     train, heldout = split_heldout(records, count / prompts)
     parts = [train, heldout, heldout]
     if disjoint := _prompts(heldout) > 1:

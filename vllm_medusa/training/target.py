@@ -188,8 +188,8 @@ class Target:
                 return
         raise TargetError(
             f"{name}: the LM head applied to the final hidden states differs from the logits "
-            f"by {min(errors.values()):.3g} (limit {bound:.3g}), so it computes something else "
-            "in between. Such a model can't be a target."
+            f"by {min(errors.values()):.3g} (limit {bound:.3g}), so the model applies another "
+            "operation in between. Such a model can't be a target."
         )
 
 

@@ -27,19 +27,19 @@ class Trained:
     """The result of training."""
 
     output: Path  # their folder
-    told: dict[str, Any]  # from their config.json: settings, accuracy, the target's quality
+    summary: dict[str, Any]  # from their config.json: settings, accuracy, the target's quality
     main: bool = True  # False in other processes of a distributed run
 
     @property
     def degraded(self) -> bool:
         """Whether the new target degraded beyond the bounds."""
-        return bool(self.told.get("degraded"))
+        return bool(self.summary.get("degraded"))
 
     @property
     def degradation(self) -> str:
         """How a target degraded, its location and the remedy."""
         return (
-            f"{'; '.join(self.told['shortfalls'])}. The model is kept in {self.model}, its heads "
+            f"{'; '.join(self.summary['shortfalls'])}. The model is in {self.model}, its heads "
             f"in {self.output}. Use them only if this is acceptable; else train with a smaller "
             "--heads-weight or --backbone-rate, or on more text."
         )
@@ -47,7 +47,7 @@ class Trained:
     @property
     def model(self) -> Path | None:
         """The new target of Medusa-2."""
-        if self.told["method"] != "medusa-2":
+        if self.summary["method"] != "medusa-2":
             return None
         return self.output / (DEGRADED if self.degraded else MODEL)
 
@@ -91,8 +91,8 @@ def train(
         (train_medusa2 if options.method == "medusa-2" else train_alone)(job)
         if workers.main and files.heldout is None and found.heldout:
             write_records(files.output / "training" / "heldout.jsonl", found.heldout)
-        told = read_json(files.output / "config.json")["medusa"]["training"]
-        return Trained(files.output, told, workers.main)
+        summary = read_json(files.output / "config.json")["medusa"]["training"]
+        return Trained(files.output, summary, workers.main)
     except (NotFiniteError, KeyboardInterrupt) as error:  # which occur in all processes
         if workers.main:
             raise

@@ -60,15 +60,15 @@ def uses_v2_runner(parallel_config: Any) -> bool:
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
 
-    asked: bool | None = envs.VLLM_USE_V2_MODEL_RUNNER
-    if asked and not HAS_TRITON:
+    requested: bool | None = envs.VLLM_USE_V2_MODEL_RUNNER
+    if requested and not HAS_TRITON:
         raise MedusaConfigError(
             "VLLM_USE_V2_MODEL_RUNNER=1 requests vLLM's V2 model runner, which needs Triton, but "
             "vLLM found no usable Triton here. Unset it to use the V1 runner, or install a "
             "Triton with a backend for this device."
         )
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     return HAS_TRITON and not parallel_config.use_ubatching
 
 

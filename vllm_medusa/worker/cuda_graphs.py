@@ -3,7 +3,7 @@
 By default vLLM captures steps of up to 512 tokens, such as 8 requests with trees of 64 nodes;
 larger steps wait for each kernel launch. Here whole trees of more requests are added to its sizes:
 every count up to 16, then eight per doubling, so that at most an eighth of a step is
-padding. From `MOST_TOKENS` on, the device has enough work to hide the launches.
+padding. From `MAX_TOKENS` on, the device has enough work to hide the launches.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 from vllm_medusa.worker.compat import logger
 
-MOST_TOKENS = 2048
+MAX_TOKENS = 2048
 
 
 def tree_sizes(num_nodes: int, max_num_seqs: int, max_num_tokens: int) -> list[int]:
     """Token counts to capture, ascending: multiples of ``num_nodes``, root included."""
-    most = min(max_num_seqs, min(max_num_tokens, MOST_TOKENS) // num_nodes)
-    counts, step = list(range(1, min(16, most) + 1)), 2
-    while counts and counts[-1] + step <= most:
+    maximum = min(max_num_seqs, min(max_num_tokens, MAX_TOKENS) // num_nodes)
+    counts, step = list(range(1, min(16, maximum) + 1)), 2
+    while counts and counts[-1] + step <= maximum:
         counts.append(counts[-1] + step)
         if counts[-1] == 16 * step:
             step *= 2
-    if counts and counts[-1] < most:
-        counts.append(most)
+    if counts and counts[-1] < maximum:
+        counts.append(maximum)
     return [count * num_nodes for count in counts]
 
 
@@ -33,20 +33,20 @@ def capture_more_trees(engine_args: Any, config: Any, num_nodes: int) -> None:
     compilation, scheduler = config.compilation_config, config.scheduler_config
     if not compilation.cudagraph_capture_sizes:  # no graphs
         return
-    asked = (
+    user_settings = (
         chosen
         for source in (engine_args, engine_args.compilation_config)
         for chosen in (source.cudagraph_capture_sizes, source.max_cudagraph_capture_size)
     )
-    if all(chosen is None for chosen in asked):
+    if all(chosen is None for chosen in user_settings):
         own = tree_sizes(num_nodes, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         sizes = sorted({*compilation.cudagraph_capture_sizes, *own})
         compilation.cudagraph_capture_sizes = sizes
         compilation.max_cudagraph_capture_size = sizes[-1]
-    most = min(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size // num_nodes)
+    maximum = min(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size // num_nodes)
     logger.info(
         "CUDA graphs cover steps of up to %d requests with whole trees of %d nodes; larger steps "
         "launch kernels one by one. --max-cudagraph-capture-size (in tokens) changes this.",
-        most,
+        maximum,
         num_nodes,
     )

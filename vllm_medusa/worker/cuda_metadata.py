@@ -162,12 +162,12 @@ class _Trees:
         shape = _Shape(
             num_heads, spec.num_kv_heads, spec.head_size, model.dtype, spec.dtype, device
         )
-        most = 0
+        maximum = 0
         for batch in range(1, scheduler.max_num_seqs + 1):
             splits = shape.splits(batch, tree.num_nodes, model.max_model_len)
             if splits > 1:
-                most = max(most, batch * tree.num_nodes * num_heads * splits)
-        workspace = SplitWorkspace.allocate(most, spec.head_size, device) if most else None
+                maximum = max(maximum, batch * tree.num_nodes * num_heads * splits)
+        workspace = SplitWorkspace.allocate(maximum, spec.head_size, device) if maximum else None
         with torch.inference_mode(False):  # otherwise writable only in inference mode
             is_tree = torch.zeros(scheduler.max_num_seqs, dtype=torch.bool, device=device)
             if static := isinstance(tree, TokenTree):
@@ -262,8 +262,8 @@ class _Trees:
         zeros = torch.zeros(1, 2, dtype=torch.int32, device=self.is_tree.device)
         parts, heads = {1}, self.shape.num_heads
         if self.workspace is not None:
-            most = self.workspace.max_splits(self.num_nodes, heads, self.shape.head_size)
+            maximum = self.workspace.max_splits(self.num_nodes, heads, self.shape.head_size)
             merges = (FEWEST_SPLITS << i for i in range(3))  # one kernel each, up to 64
-            parts |= {min(n, most) for n in merges if n == FEWEST_SPLITS or n // 2 < most}
+            parts |= {min(n, maximum) for n in merges if n == FEWEST_SPLITS or n // 2 < maximum}
         for rows, splits in product((self.num_nodes, self.bound(self.num_nodes + 1)), parts):
             yield self.batch(zeros[0], zeros[0, :1], zeros, rows, splits)

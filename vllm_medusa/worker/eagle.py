@@ -58,8 +58,8 @@ def prepare_eagle(
     """
     if problem := version_problem():
         raise MedusaConfigError(problem)
-    asked = merged(engine_args)
-    method = asked.pop("method")
+    settings = merged(engine_args)
+    method = settings.pop("method")
     on_v2 = compat.uses_v2_runner(parallel_config)
     compat.refuse_unsupported_platform(on_v2)
     if engine_args.async_scheduling and not on_v2:
@@ -68,7 +68,7 @@ def prepare_eagle(
         raise MedusaConfigError(
             "LoRA adapters have not been tested with EAGLE trees. Omit one of them."
         )
-    config = EagleConfig.from_speculative_config(asked)
+    config = EagleConfig.from_speculative_config(settings)
     try:
         inspect_eagle(config.model, revision=config.revision)
     except HeadsError as error:
@@ -112,21 +112,21 @@ def _vllms_own(
 ) -> Any:
     """Return vLLM's config of the drafter, with slots for all drafts."""
     tree = config.grown
-    most = max(tree.num_draft_tokens, scratch_of(beam_of(tree)))
+    maximum = max(tree.num_draft_tokens, scratch_of(beam_of(tree)))
     if on_v2:  # full CUDA graphs for steps without drafts too, see `tree_speculative_config`
         of_runner: dict[str, Any] = {
-            "num_speculative_tokens_per_batch_size": [(1, 1, most), (2, 2, 0)]
+            "num_speculative_tokens_per_batch_size": [(1, 1, maximum), (2, 2, 0)]
         }
     else:  # accepted tokens are known on the host before it drafts
         of_runner = {"disable_padded_drafter_batch": True}
-    asked = {
+    settings = {
         "method": method,
         "model": config.model,
-        "num_speculative_tokens": most,
+        "num_speculative_tokens": maximum,
         **of_runner,
         **({} if config.revision is None else {"revision": config.revision}),
     }
-    with asking_for(engine_args, asked):
+    with asking_for(engine_args, settings):
         return original(engine_args, model_config, parallel_config)
 
 
@@ -274,12 +274,12 @@ def unsupported_by_eagle(config: Any) -> Iterator[str]:
         yield "prompt embeddings have no token ids, which EAGLE reads. Disable them."
     if model.is_multimodal_model or model.uses_mrope:
         yield f"{model.model} is multimodal, which EAGLE trees do not support yet."
-    rows, most = scheduler.max_num_seqs * beam.width, scheduler.max_num_batched_tokens
-    if rows > most:
+    rows, maximum = scheduler.max_num_seqs * beam.width, scheduler.max_num_batched_tokens
+    if rows > maximum:
         yield (
             f"a level of {scheduler.max_num_seqs} requests (max_num_seqs) with {beam.width} nodes "
-            f"each has {rows} rows; a step has at most {most} (max_num_batched_tokens). Lower the "
-            "first, or the tree's width, or raise the last."
+            f"each has {rows} rows; a step has at most {maximum} (max_num_batched_tokens). Lower "
+            "the first, or the tree's width, or raise the last."
         )
     if config.num_lookahead_tokens < scratch or scratch >= model.max_model_len:
         yield (

@@ -28,10 +28,10 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
     def create_speculative_config(
         self: Any, target_model_config: Any, target_parallel_config: Any
     ) -> Any:
-        asked = _mapping(self.speculative_config)
-        method = self.spec_method or asked.get("method")
-        if method != METHOD and not (method in EAGLE and "tree" in asked):
-            _refuse_lost_keys(asked, method)
+        speculative = _mapping(self.speculative_config)
+        method = self.spec_method or speculative.get("method")
+        if method != METHOD and not (method in EAGLE and "tree" in speculative):
+            _refuse_lost_keys(speculative, method)
             return original(self, target_model_config, target_parallel_config)
         from vllm_medusa.worker.eagle import prepare_eagle
         from vllm_medusa.worker.metrics import install_metrics
@@ -58,9 +58,9 @@ def _mapping(value: Any) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _refuse_lost_keys(asked: Mapping[str, Any], method: str | None) -> None:
+def _refuse_lost_keys(speculative: Mapping[str, Any], method: str | None) -> None:
     """Refuse our keys, or a misspelled "medusa", with another method."""
-    ours = [key for key in ("tree", "acceptance", "budget", "lookup") if key in asked]
+    ours = [key for key in ("tree", "acceptance", "budget", "lookup") if key in speculative]
     if ours or (method is not None and method.strip().lower() == METHOD):
         found = f"method is {method!r}" if method else "no method is set"
         raise MedusaConfigError(
@@ -101,17 +101,17 @@ def _leave_room_for_adapters(engine_args: Any) -> None:
     vLLM has already set its defaults of the other two numbers.
     """
     tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
-    asked = dict(engine_args.speculative_config or {})
-    given = asked.get("num_speculative_tokens", engine_args.spec_tokens)
-    most = tokens // requests - 1
-    if given is not None or most < 1:
+    speculative = dict(engine_args.speculative_config or {})
+    given = speculative.get("num_speculative_tokens", engine_args.spec_tokens)
+    maximum = tokens // requests - 1
+    if given is not None or maximum < 1:
         raise MedusaConfigError(
             f"With LoRA adapters, vLLM needs max_num_batched_tokens ({tokens}) to be at least "
             f"max_num_seqs ({requests}) times the nodes of a tree, root included"
             + (f" ({given + 1})" if given is not None else " (2 or more)")
             + ". Raise the first or lower one of the others."
         )
-    engine_args.speculative_config = asked | {"num_speculative_tokens": most}
+    engine_args.speculative_config = speculative | {"num_speculative_tokens": maximum}
 
 
 def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:

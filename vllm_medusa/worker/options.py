@@ -53,8 +53,8 @@ class EngineOptions:
     @property
     def depth(self) -> int:
         """Max draft tokens that a step can accept per request."""
-        most = self.tree.num_draft_tokens
-        return most if self.lookup else min(self.tree.max_depth, most)
+        maximum = self.tree.num_draft_tokens
+        return maximum if self.lookup else min(self.tree.max_depth, maximum)
 
     @property
     def max_rows(self) -> int | None:
@@ -157,12 +157,12 @@ def prepare(
             parallel_config,
             has_budget=options.budget is not None,
         )
-    asked = {
+    requested = {
         "method": "custom_class",
         "model": DRAFTER,
         "num_speculative_tokens": options.tree.num_draft_tokens,
     }
-    with asking_for(engine_args, asked):
+    with asking_for(engine_args, requested):
         speculative = original(engine_args, model_config, parallel_config)
     speculative.medusa_acceptance = acceptance
     return speculative
@@ -172,21 +172,21 @@ def prepare(
 def asking_for(engine_args: Any, speculative_config: dict[str, Any]) -> Iterator[None]:
     """Temporarily replace the user's speculative config."""
     names = "speculative_config", "spec_method", "spec_model", "spec_tokens"
-    asked = {name: getattr(engine_args, name) for name in names}
+    requested = {name: getattr(engine_args, name) for name in names}
     new: dict[str, Any] = dict.fromkeys(names) | {"speculative_config": speculative_config}
     try:
         for name, value in new.items():
             setattr(engine_args, name, value)
         yield
     finally:
-        for name, value in asked.items():
+        for name, value in requested.items():
             setattr(engine_args, name, value)
 
 
 def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
     """Inspect the heads, check them against the target and choose the tree."""
     if config.lookup and config.model is None:
-        none = DynamicTree(TokenTree(()), _most(config) + 1)
+        none = DynamicTree(TokenTree(()), _max_drafts(config) + 1)
         return EngineOptions(
             None, None, none, config.acceptance, config.budget or "auto", lookup=True
         )
@@ -230,16 +230,16 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
 
 def _dynamic(config: MedusaConfig, info: HeadsInfo, model_config: Any) -> DynamicTree:
     """Dynamic trees from the user's options and the heads."""
-    most = _most(config)
+    maximum = _max_drafts(config)
     vocab_size = info.draft_vocab_size or model_config.get_vocab_size()
     pool: TokenTree | Beam = widest_pool(info.num_heads, vocab_size)
     if info.is_hydra:
         pool = Beam(BEAM_WIDTH, min(BEAM_WIDTH, vocab_size), info.num_heads)
-    num_nodes = most + 1 if config.lookup else min(most + 1, pool.num_nodes)
+    num_nodes = maximum + 1 if config.lookup else min(maximum + 1, pool.num_nodes)
     return DynamicTree(pool, num_nodes, info.sharpness)
 
 
-def _most(config: MedusaConfig) -> int:
+def _max_drafts(config: MedusaConfig) -> int:
     """Max draft nodes per request."""
     if isinstance(config.budget, int):
         return min(config.num_speculative_tokens or MAX_NODES - 1, config.budget)
@@ -319,8 +319,8 @@ def choose_triton_attention(engine_args: Any) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     config = engine_args.attention_config
-    asked = [engine_args.attention_backend, config.backend, *config.backend_per_kind.values()]
-    names = [str(getattr(backend, "name", backend)).upper() for backend in asked]
+    requested = [engine_args.attention_backend, config.backend, *config.backend_per_kind.values()]
+    names = [str(getattr(backend, "name", backend)).upper() for backend in requested]
     others = [name for name in names if name not in ("NONE", "AUTO", "TRITON_ATTN")]
     if others:
         raise MedusaConfigError(

@@ -169,12 +169,12 @@ def _run(
     """Run one step per entry of ``nodes``; returns False if the time is over."""
     script = scheduler.policy
     names = [f"medusa-practice-{index}" for index in range(requests)]
-    most = scheduler.max_model_len - len(_PROMPT)
-    if most < 1:
+    maximum = scheduler.max_model_len - len(_PROMPT)
+    if maximum < 1:
         return False  # nothing to decode
     # seeds: random as for user requests, but equal on all ranks
     for index, name in enumerate(names):
-        params = SamplingParams(max_tokens=most, ignore_eos=True, seed=index)
+        params = SamplingParams(max_tokens=maximum, ignore_eos=True, seed=index)
         scheduler.add_request(Request(name, list(_PROMPT), params, None))
     script.learns, in_time = False, True
     while scheduler.waiting and in_time:  # prefill

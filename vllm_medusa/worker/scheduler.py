@@ -240,8 +240,8 @@ class TreeScheduler(Scheduler):
 
     def max_step_rows(self) -> int:
         """Max rows of a decoding step."""
-        most = self.scheduler_config.max_num_seqs * (1 + self.max_drafts)
-        return min(self.max_num_scheduled_tokens, most)
+        maximum = self.scheduler_config.max_num_seqs * (1 + self.max_drafts)
+        return min(self.max_num_scheduled_tokens, maximum)
 
     def _limit(self, requests: int) -> int:
         """Max nodes to draft for each of so many requests."""
@@ -434,8 +434,8 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         """Number of drafts per running request in the next step."""
         assert self.policy is not None
         requests = len(self.running)
-        most = min(self.max_drafts, self._room() // max(requests, 1))
-        return min(most, self.policy.limit(requests, requests * most)) if most else 0
+        maximum = min(self.max_drafts, self._room() // max(requests, 1))
+        return min(maximum, self.policy.limit(requests, requests * maximum)) if maximum else 0
 
 
 def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> TreeScheduler:

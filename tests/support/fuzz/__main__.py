@@ -1,4 +1,4 @@
-"""Random engines and requests for some minutes, or those of given seeds once more.
+"""Random engines and requests for some minutes, or those of given seeds again.
 
 python -m support.fuzz --minutes 10 [--first ENGINE] [--runner v1|v2|both]
 python -m support.fuzz --engine 12 [--requests 12001,12017] [--runner v2]
@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROUND = {"v1": 100, "v2": 8}  # requests of an engine
-V2_SHARE = 0.2  # of the minutes
+ROUND = {"v1": 100, "v2": 8}  # requests per engine
+V2_SHARE = 0.2  # share of the minutes
 
 
 def main() -> int:
@@ -55,7 +55,7 @@ def main() -> int:
                 f"{runner} engine {engine}, {time.monotonic() - begun:.0f} s: "
                 f"{found.requests} requests, {found.run.preemptions} preemptions, "
                 f"{found.run.accepted} drafts accepted; {found.refused} refused by both, "
-                f"{len(found.unsteady)} that plain vLLM answers in two ways, "
+                f"{len(found.unsteady)} with two answers from plain vLLM, "
                 f"{len(found.wrong)} differ",
                 flush=True,
             )

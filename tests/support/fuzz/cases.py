@@ -1,4 +1,4 @@
-"""What a seed means: the same engine, or the same request, every time."""
+"""Test cases from seeds: a seed always gives the same engine or request."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from support.assets import VOCAB, tokenizer
 from support.runner import ON_V2, sized
 
 MAX_MODEL_LEN = 256
-PER_ENGINE = 1000  # seeds of requests that belong to a seed of an engine
+PER_ENGINE = 1000  # request seeds per engine seed
 STOPS = list(range(1, VOCAB, 61))  # end tokens of the model
 ADAPTERS = 2
-THOUGHTS = ("(", "return x is done")  # what begins and ends them
+THOUGHTS = ("(", "return x is done")  # start and end of reasoning
 _SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "yes", "no"]}, "b": {"type": "integer"}},
@@ -41,22 +41,22 @@ _KINDS = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKi
 
 @dataclass(frozen=True)
 class EngineCase:
-    """An engine with trees, and what a plain one has to have as well to say the same."""
+    """An engine with trees, and the settings that a plain one needs for the same output."""
 
     seed: int
-    speculation: dict[str, Any]  # less the heads
+    speculation: dict[str, Any]  # without the heads
     options: dict[str, Any]
-    shared: dict[str, Any]  # options of the plain engine too
-    miss: float  # how often a planted token is wrong
-    fickle: bool  # another random budget every step
-    greedy: bool  # dynamic trees take blocks from requests
+    shared: dict[str, Any]  # options also of the plain engine
+    miss: float  # probability that a planted token is wrong
+    fickle: bool  # a new random budget every step
+    greedy: bool  # dynamic trees may preempt requests
     ahead: bool = False  # asynchronous scheduling
     drafter: str = "medusa"  # or hydra, eagle
 
 
 @dataclass(frozen=True)
 class RequestCase:
-    """A request, when it comes, and after how many tokens it is aborted."""
+    """A request, its arrival step, and the number of tokens after which it is aborted."""
 
     seed: int
     prompt: list[int]
@@ -65,10 +65,10 @@ class RequestCase:
     abort_after: int | None
     priority: int
     adapter: int  # 0: none
-    embedded: bool  # the prompt comes as embeddings, where the engine takes them
+    embedded: bool  # the prompt is passed as embeddings, if the engine supports them
 
     def sampling(self) -> SamplingParams:
-        """New parameters, since vLLM changes those it is given."""
+        """New parameters each time, because vLLM modifies them."""
         return SamplingParams(**self.params)
 
 
@@ -101,7 +101,7 @@ def engine_case(seed: int) -> EngineCase:
     shared: dict[str, Any] = {}
     if rng.random() < 0.25:
         shared = {"enable_lora": True, "max_loras": ADAPTERS + 1, "max_lora_rank": 8}
-        speculation.pop("num_speculative_tokens", None)  # vLLM sets a bound of its own
+        speculation.pop("num_speculative_tokens", None)  # vLLM sets its own limit
     elif rng.random() < 0.3 and not ON_V2:
         shared = {"enable_prompt_embeds": True}
     case = EngineCase(
@@ -118,22 +118,22 @@ def engine_case(seed: int) -> EngineCase:
 
 
 def _varied(case: EngineCase, rng: random.Random) -> EngineCase:
-    """The same, perhaps with another drafter, with lookup or with thinking budgets."""
+    """The same, possibly with another drafter, with lookup or with thinking budgets."""
     speculation, options, shared = dict(case.speculation), dict(case.options), dict(case.shared)
     drafter, fickle = rng.choice(("medusa", "medusa", "hydra", "eagle", "eagle")), case.fickle
-    if drafter == "eagle" and shared:  # refused beside adapters and embeddings
+    if drafter == "eagle" and shared:  # refused with adapters and embeddings
         drafter = "hydra"
     if drafter == "eagle":
         tree = rng.choice(("chain", "dynamic", {"width": 2, "depth": 2}, {"width": 3, "depth": 4}))
         budget = rng.choice((4, 12, "auto", {"max_rows": 32}))
         speculation, fickle = {"tree": tree, "budget": budget}, not isinstance(budget, int)
         width = tree["width"] if isinstance(tree, dict) else {"chain": 1, "dynamic": 10}[tree]
-        rows = options["max_num_batched_tokens"]  # for a level of all requests
+        rows = options["max_num_batched_tokens"]  # for one level of all requests
         options["max_num_seqs"] = min(options["max_num_seqs"], rows // width)
     grows = speculation["tree"] != "chain" if drafter == "eagle" else "tree" not in speculation
     if grows and rng.random() < 0.3:
         speculation["lookup"] = True
-    if not ON_V2 and rng.random() < 0.25:  # plain vLLM forgets how far a preempted thought was
+    if not ON_V2 and rng.random() < 0.25:  # plain vLLM loses the state when preempted
         shared["reasoning_config"] = ReasoningConfig(
             reasoning_start_str=THOUGHTS[0], reasoning_end_str=THOUGHTS[1]
         )
@@ -159,14 +159,14 @@ def request_case(seed: int) -> RequestCase:
     prefix = [family.randrange(3, VOCAB) for _ in range(sized(96, 40))]
     prompt = prefix[: rng.choice((0, 0, 5, len(prefix)))]
     prompt += [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, sized(50, 10)))]
-    if maybe(0.05) and not ON_V2:  # hardly any room below max_model_len
+    if maybe(0.05) and not ON_V2:  # almost no room below max_model_len
         room = rng.randint(1, 12)
         prompt += [rng.randrange(3, VOCAB) for _ in range(MAX_MODEL_LEN - room - len(prompt))]
-    most = rng.randint(1, sized(60, 14))
+    maximum = rng.randint(1, sized(60, 14))
     params: dict[str, Any] = {
         "seed": 100 * seed,
         "temperature": rng.choice((0.0, 0.0, 0.3, 0.7, 1.0, 1.3)),
-        "max_tokens": None if maybe(0.04) and not ON_V2 else most,
+        "max_tokens": None if maybe(0.04) and not ON_V2 else maximum,
         "ignore_eos": maybe(0.4),
         "output_kind": rng.choice(_KINDS),
     }
@@ -182,11 +182,11 @@ def request_case(seed: int) -> RequestCase:
         if maybe(0.15):
             params[name] = rng.choice(values)
     if maybe(0.25):
-        few = sized(VOCAB // 20, 50)  # V2 takes 128 with the model's
+        few = sized(VOCAB // 20, 50)  # V2 allows 128 including the model's
         params["stop_token_ids"] = rng.sample(range(3, VOCAB), few)
     if maybe(0.25):
-        params["min_tokens"] = rng.randint(0, most)
-    if maybe(0.3):  # of one kind in a batch: vLLM 0.32 gives the one kind to the other's requests
+        params["min_tokens"] = rng.randint(0, maximum)
+    if maybe(0.3):  # one kind per batch: vLLM 0.32 mixes them up between requests
         if seed // PER_ENGINE % 8 == 7:
             params["logprob_token_ids"] = rng.sample(range(VOCAB), 3)
         else:
@@ -214,7 +214,7 @@ def request_case(seed: int) -> RequestCase:
             params["bad_words"] = [word for word in words if word.strip()]
         if maybe(0.4):
             params["repetition_detection"] = RepetitionDetectionParams(4, 1, 3)
-    if params["temperature"] == 0 and maybe(0.2):  # exact all the same
+    if params["temperature"] == 0 and maybe(0.2):  # still exact
         params["extra_args"] = {"medusa": {"acceptance": "typical"}}
     streams = params["output_kind"] is not RequestOutputKind.FINAL_ONLY and "n" not in params
     return RequestCase(
@@ -222,16 +222,16 @@ def request_case(seed: int) -> RequestCase:
         prompt,
         params,
         step=rng.randint(0, 30),
-        abort_after=rng.randint(1, most) if streams and maybe(0.08) else None,
+        abort_after=rng.randint(1, maximum) if streams and maybe(0.08) else None,
         priority=rng.randint(0, 3),
         adapter=rng.randint(0, ADAPTERS),
-        embedded=maybe(0.5)  # vLLM 0.32 takes other requests' tokens for the prompt's, penalised
+        embedded=maybe(0.5)  # vLLM 0.32 penalizes other requests' tokens as the prompt's
         and not params.keys() & {"prompt_logprobs", "repetition_penalty"},
     )
 
 
 def requests_of(case: EngineCase, seeds: Sequence[int]) -> list[RequestCase]:
-    """The requests of these seeds, less what ends plain vLLM 0.32 with the case's options."""
+    """The requests of these seeds, without those that crash plain vLLM 0.32 with these options."""
     requests = [request_case(seed) for seed in seeds]
     if "enable_lora" in case.shared:  # einsum of the LM head with adapters, over prompt rows
         for request in requests:
@@ -242,17 +242,17 @@ def requests_of(case: EngineCase, seeds: Sequence[int]) -> list[RequestCase]:
 
 
 def _thinking(request: RequestCase, rng: random.Random) -> RequestCase:
-    """Thoughts begin and end in prompts, and in answers of few tokens; some have a budget."""
+    """Reasoning starts and ends in prompts and in answers; some requests have a budget."""
     prompt, params = list(request.prompt), dict(request.params)
     begin, end = (tokenizer().encode(text, add_special_tokens=False) for text in THOUGHTS)
     for part, chance in ((begin, 0.6), (end, 0.2), (begin, 0.2)):
         if rng.random() < chance and len(prompt) >= len(part):
             at = rng.randint(0, len(prompt) - len(part))
             prompt[at : at + len(part)] = part
-    follows = "structured_outputs" in params  # plain vLLM would force ends that grammars forbid
+    follows = "structured_outputs" in params  # plain vLLM would force tokens that grammars forbid
     if rng.random() < 0.6 and not follows:
         params["thinking_token_budget"] = rng.choice((0, 1, 2, 5, 12, 40))
-        params.pop("extra_args", None)  # typical acceptance has none
+        params.pop("extra_args", None)  # not supported with typical acceptance
     if rng.random() < 0.4 and not (follows or "allowed_token_ids" in params):
         few = {*begin, *end, *rng.sample(range(3, VOCAB), 6)}
         params["allowed_token_ids"] = sorted(few)
@@ -260,7 +260,7 @@ def _thinking(request: RequestCase, rng: random.Random) -> RequestCase:
 
 
 def _random_tree(rng: random.Random, nodes: int) -> list[list[int]]:
-    """Paths of at most four choices; a node's children are its best ones."""
+    """Paths with up to four choices per node; a node's children are its best choices."""
     children: dict[tuple[int, ...], int] = {(): 0}
     paths: list[list[int]] = []
     while len(paths) < nodes:

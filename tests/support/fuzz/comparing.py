@@ -13,11 +13,11 @@ from support.runner import ON_V2
 
 @dataclass
 class Round:
-    """What one engine and its requests came to."""
+    """Results of one engine and its requests."""
 
     requests: int
     run: Run
-    unsteady: list[int] = field(default_factory=list)  # to which plain vLLM says this or that
+    unsteady: list[int] = field(default_factory=list)  # whose plain vLLM output varies
     wrong: dict[int, str] = field(default_factory=dict)  # request -> what differs
     refused: int = 0
 
@@ -39,7 +39,7 @@ def fuzz_round(models: Models, engine_seed: int, request_seeds: Sequence[int]) -
 
 
 def reproduction(engine_seed: int, request_seeds: Sequence[int]) -> str:
-    """The command that shows it again."""
+    """The command that reproduces it."""
     runner = " RUNNER=v2" if ON_V2 else ""
     return f"make fuzz ENGINE={engine_seed} REQUESTS={','.join(map(str, request_seeds))}{runner}"
 
@@ -54,10 +54,10 @@ def _different(
 
 
 def difference(request: RequestCase, plain: Answer, got: Answer) -> str:
-    """What differs, in words; empty if nothing does."""
+    """Describe the difference; empty if there is none."""
     if plain.refused or got.refused:
         return "" if plain.refused == got.refused else f"{plain.refused!r} != {got.refused!r}"
-    if request.abort_after is not None:  # what there is has to be the beginning of plain's
+    if request.abort_after is not None:  # the partial output must be a prefix of plain vLLM's
         one, two = plain.outputs[0], got.outputs.get(0, Said())
         return "" if two.tokens == one.tokens[: len(two.tokens)] else _tokens(one, two)
     if plain.outputs.keys() != got.outputs.keys():

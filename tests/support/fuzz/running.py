@@ -57,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Models:
-    """A chaotic target with the test model's tokenizer, what drafts for it, adapters."""
+    """A chaotic target with the test model's tokenizer, its drafters, and adapters."""
 
     target: str
     drafters: dict[str, str]  # by `EngineCase.drafter`
@@ -65,7 +65,7 @@ class Models:
 
     @classmethod
     def save(cls, folder: Path) -> Models:
-        """Make them."""
+        """Create and save them."""
         target = save_model(folder / "target", "Llama", vocab_size=VOCAB, eos_token_id=STOPS)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(Path(TARGET) / name, target)
@@ -85,19 +85,19 @@ class Models:
 
 @dataclass
 class Run:
-    """What an engine said to requests, and what became of them."""
+    """The answers of an engine to requests."""
 
     answers: dict[int, Answer]  # by the request's seed
     preemptions: int = 0
     drafted: int = 0
     accepted: int = 0
-    problem: str = ""  # the engine failed, or kept something
+    problem: str = ""  # the engine failed, or leaked something
 
 
 @contextmanager
 def plain_engine(models: Models, case: EngineCase) -> Iterator[LLM]:
     """Room for everything at once: no chunks, no preemption, no cached prefixes."""
-    install_moves()  # which vLLM 0.32 gets wrong
+    install_moves()  # fixes a bug in vLLM 0.32
     with engine(models.target, skip_tokenizer_init=False, max_model_len=MAX_MODEL_LEN,
                 max_num_seqs=64, **case.shared) as llm:  # fmt: skip
         yield llm
@@ -106,7 +106,7 @@ def plain_engine(models: Models, case: EngineCase) -> Iterator[LLM]:
 def run_with_trees(
     models: Models, case: EngineCase, requests: Sequence[RequestCase], plain: dict[int, Answer]
 ) -> Run:
-    """The requests through the engine of a case; drafts are what plain vLLM said."""
+    """Run the requests on the engine of a case; drafts are plain vLLM's outputs."""
     method = "eagle" if case.drafter == "eagle" else "medusa"
     config = {"method": method, "model": models.drafters[case.drafter], **case.speculation}
     known = {
@@ -140,7 +140,7 @@ def run_with_trees(
         run.drafted = metric(llm, "spec_decode_num_draft_tokens")
         run.accepted = metric(llm, "spec_decode_num_accepted_tokens")
         if not llm.reset_prefix_cache():
-            run.problem = "cache blocks are held after the last request"
+            run.problem = "cache blocks are still in use after the last request"
     return run
 
 
@@ -179,7 +179,7 @@ def drive(
                 core.abort_request([output.request_id])
         step += 1
         if step > _MOST_STEPS:
-            raise RuntimeError(f"{_MOST_STEPS} steps, and requests still run")
+            raise RuntimeError(f"{_MOST_STEPS} steps, but requests are still running")
     return answers
 
 
@@ -208,7 +208,7 @@ def _add(answer: Answer, output: Any, kind: RequestOutputKind) -> None:
 
 
 def _plain(logprobs: Any) -> list[Any]:
-    """Ignore which impossible tokens fill up a list: a grammar allows few others."""
+    """Ignore the impossible tokens that fill up a list: a grammar allows few tokens."""
     return [
         {
             token: (entry.rank, entry.logprob)
@@ -219,4 +219,4 @@ def _plain(logprobs: Any) -> list[Any]:
     ]
 
 
-assert RANK == 8, "engine_case says max_lora_rank"
+assert RANK == 8, "engine_case sets max_lora_rank"

@@ -1,7 +1,7 @@
-"""Python imports this first, in every process that a test starts: `conftest` names this folder.
+"""Imported first by Python in every process that a test starts: `conftest` sets the path.
 
-Of the million objects that vLLM's imports make none is garbage, and looking for some takes a sixth
-of the time that they take.
+None of the million objects created by vLLM's imports is garbage, and collecting during the
+imports takes a sixth of their time.
 """
 
 import gc

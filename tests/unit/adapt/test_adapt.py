@@ -24,9 +24,9 @@ def arguments(tmp_path):
 
 @pytest.fixture
 def refused(arguments, tmp_path, monkeypatch, capfd):
-    """Run with changes that must be refused before any stage; returns what is said."""
-    begun = lambda *_: pytest.fail("it was not refused")  # noqa: E731
-    monkeypatch.setattr(pipeline, "WorkFolder", begun)
+    """Run with changes that must be refused before any stage; returns the messages."""
+    fail_if_reached = lambda *_: pytest.fail("it was not refused")  # noqa: E731
+    monkeypatch.setattr(pipeline, "WorkFolder", fail_if_reached)
 
     def run(*changes):
         assert commands.run(*arguments, *changes) == 2
@@ -46,7 +46,7 @@ def refused(arguments, tmp_path, monkeypatch, capfd):
         ),
     ],
 )
-def test_bad_lines_are_told_with_their_numbers(refused, tmp_path, more, words):
+def test_invalid_lines_are_reported_with_their_numbers(refused, tmp_path, more, words):
     with (tmp_path / "prompts.jsonl").open("ab") as file:
         file.write(more)
     said = refused()
@@ -60,13 +60,13 @@ def test_too_few_prompts(refused, tmp_path):
 
 @pytest.fixture
 def output(tmp_path):
-    """Heads of another adapt, where this one would put its own."""
+    """Heads of another adapt run in this one's output."""
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads" / "report.json").write_text('{"key": "another"}')
     return tmp_path / "heads"
 
 
-def test_an_output_that_is_something_else_is_left_alone(refused, output):
+def test_a_foreign_output_is_left_unchanged(refused, output):
     assert "--overwrite" in refused()
     (output / "notes.txt").write_text("mine")
     said = refused("--overwrite")
@@ -82,7 +82,7 @@ def test_an_output_that_is_something_else_is_left_alone(refused, output):
 
 
 @pytest.mark.parametrize("which", ["target", "prompts"])
-def test_what_is_read_is_not_overwritten(arguments, refused, output, tmp_path, which):
+def test_inputs_are_not_overwritten(arguments, refused, output, tmp_path, which):
     (output / "target").mkdir()
     if which == "target":
         arguments[1] = str(output / "target")
@@ -112,7 +112,7 @@ def test_a_work_folder_in_the_output(refused, tmp_path, place):
     assert f"--work ({tmp_path / place}) is in --output" in said
 
 
-def test_a_target_that_is_none(refused, arguments, tmp_path):
+def test_an_invalid_target(refused, arguments, tmp_path):
     broken = tmp_path / "target"
     broken.mkdir()
     arguments[1] = str(broken)
@@ -126,7 +126,7 @@ def test_a_target_that_is_none(refused, arguments, tmp_path):
     assert "is a file; adapt needs a folder" in said and "gguf_file=NAME" in said
 
 
-def test_what_is_begun_is_said_first(arguments, tmp_path, monkeypatch, capfd):
+def test_the_plan_is_printed_first(arguments, tmp_path, monkeypatch, capfd):
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "<s>def f(a):\n" * 5000}) + "\n")
         file.write(json.dumps({"turns": ["def g("]}) + "\n")
@@ -142,7 +142,7 @@ def test_what_is_begun_is_said_first(arguments, tmp_path, monkeypatch, capfd):
     assert "GB of disk in" in said
 
 
-def test_memory_that_is_too_small(refused, monkeypatch):
+def test_insufficient_memory(refused, monkeypatch):
     monkeypatch.setattr(defaults, "available_memory", lambda: 10**9)
     said = refused()
     assert "an engine needs" in said and "1.0 GB are available" in said
@@ -157,7 +157,7 @@ def test_missing_packages_are_named_with_their_extra(refused, monkeypatch):
     assert "pip install 'vllm-medusa[cpu,train]'" in said
 
 
-def test_a_disk_that_is_too_small(refused, monkeypatch):
+def test_insufficient_disk_space(refused, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert "GB free" in refused()
@@ -176,7 +176,7 @@ def test_a_disk_that_is_too_small(refused, monkeypatch):
         (["--drafter", "eagle3", "--num-layers", "2"], "EAGLE-3 has one decoder layer"),
     ],
 )
-def test_options_that_a_later_stage_would_refuse(refused, options, words):
+def test_options_invalid_for_a_later_stage(refused, options, words):
     assert words in refused(*options)
 
 
@@ -193,10 +193,10 @@ def test_options_that_a_later_stage_would_refuse(refused, options, words):
     ],
 )
 def test_train_args_that_adapt_sets_itself(refused, given, name):
-    assert f"--train-args has --{name}, which adapt decides" in refused(f"--train-args={given}")
+    assert f"--train-args has --{name}, which adapt sets itself" in refused(f"--train-args={given}")
 
 
-def test_finished_heads_are_not_made_again(arguments, output, tmp_path, monkeypatch, capfd):
+def test_finished_heads_are_not_trained_again(arguments, output, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(plan.Plan, "key", "another")
     assert commands.run(*arguments) == 0
     assert "nothing to do" in commands.said(capfd)

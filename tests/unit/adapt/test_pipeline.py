@@ -1,4 +1,4 @@
-"""The stages with jobs that leave what the real ones would, and the report of what they left."""
+"""The stages, with fake jobs that write what the real ones would, and the report."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.told import Told
+from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.adapt import pipeline, plan, report, stages
 from vllm_medusa.adapt.options import AdaptOptions, training_of
@@ -37,13 +37,13 @@ def row(nodes: int, ratio: float, tau: float) -> dict[str, Any]:
 
 
 class Run:
-    """An adapt without models; any job may fail."""
+    """An adapt run without models; any job may fail."""
 
     def __init__(self, folder: Path):
-        self.folder, self.told = folder, Told()
+        self.folder, self.recorded = folder, RecordingProgress()
         self.failing: list[str] = []
         self.called: list[str] = []
-        self.asked: dict[str, Any] = {}
+        self.received: dict[str, Any] = {}
         self.cache, self.batch, self.fastest = 1 << 30, 64, 3
         self.rows = [row(1, 1.2, 1.25), row(3, 1.4, 1.5)]
         (folder / "prompts.jsonl").touch()
@@ -55,11 +55,11 @@ class Run:
         return Plan(options, training_of(options), {"sha256": "f" * 64}, 9, "a" * 64, engine)
 
     def run(self, *, publish: bool = False, **more: Any) -> dict[str, Path]:
-        """Run all stages; the folder of each."""
+        """Run all stages; returns the folder of each."""
         self.called.clear()
         plan = self.plan(**more)
         count = count_stages(plan.options)
-        with WorkFolder(plan.options.work_folder, count, self.told) as work:
+        with WorkFolder(plan.options.work_folder, count, self.recorded) as work:
             run_stages(plan, work)
         assert len(work.finished) == count
         if publish:
@@ -67,13 +67,13 @@ class Run:
             report.publish(plan, self.document, work.finished)
         return {name: stage.folder for name, stage in work.finished.items()}
 
-    def job(self, run, asked, progress, *, log):
-        """Stands in for `run_in_process`."""
-        _, options, _ = asked
+    def job(self, run, received, progress, *, log):
+        """Replaces `run_in_process`."""
+        _, options, _ = received
         here = log.parent
         name = here.name.rpartition("-")[0]
         self.called.append(name)
-        self.asked[name] = options
+        self.received[name] = options
         getattr(self, f"_{name}")(here)
         if name in self.failing:
             self.failing.remove(name)
@@ -85,7 +85,7 @@ class Run:
         (here / "records.jsonl").write_text(records(6) if "distill" not in self.failing else "{")
 
     def _split(self, here: Path) -> None:
-        split_texts(self.asked["split"])
+        split_texts(self.received["split"])
 
     def _train(self, here: Path) -> None:
         heads = MedusaHeads(2, 1, 8, 16, num_lm_heads=0, dtype=torch.float32)
@@ -93,7 +93,7 @@ class Run:
         save_heads(here / "heads", heads, {"training": training})
         (here / "heads" / "training").mkdir(exist_ok=True)
         (here / "heads" / "training" / "curves.png").write_bytes(b"picture")
-        if self.asked["train"].method == "medusa-2":
+        if self.received["train"].method == "medusa-2":
             (here / "heads" / "target").mkdir(exist_ok=True)
             (here / "heads" / "target" / "config.json").touch()
 
@@ -127,7 +127,7 @@ ALL = ["check", "distill", "split", "train", "calibrate", "tree", "compare"]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt, name):
+def test_only_an_interrupted_stage_runs_again(adapt, name):
     adapt.failing = [name] * 2
     for begun in (ALL[: ALL.index(name) + 1], [name]):
         with pytest.raises(StageFailed, match=f"^{name}: killed"):
@@ -136,21 +136,21 @@ def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt, name):
     folders = adapt.run()
     assert list(folders) == ALL
     assert adapt.called == ALL[ALL.index(name) :]
-    adapt.cache, adapt.batch = 1 << 28, 3  # other memory is no other stage
+    adapt.cache, adapt.batch = 1 << 28, 3  # other memory is not another stage
     assert adapt.run() == folders
     assert adapt.called == []
     noted = read_json(folders["train"] / "done.json")["outputs"]
     assert {file: digest(folders["train"] / file) for file in noted} == noted
     calibrated = folders["calibrate"] / "heads"
     by = [entry["by"] for entry in peek_heads(calibrated).config["medusa"]["provenance"]]
-    assert by == ["calibrate"], "once, and in a copy of its own"
+    assert by == ["calibrate"], "once, and in a separate copy"
     assert len(os.listdir(calibrated)) == 3
 
 
 @pytest.mark.parametrize(
     ("more", "again"),
     [
-        ({"samples": 2}, ALL[1:2]),  # which here writes the same records
+        ({"samples": 2}, ALL[1:2]),  # which here gives the same records
         ({"heldout_share": 0.5}, ALL[2:]),
         ({"seed": 1}, ["distill", "train", "calibrate", "tree", "compare"]),
         ({"measure_prompts": 1}, ["compare"]),
@@ -159,7 +159,7 @@ def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt, name):
         ({"num_draft_tokens": 3}, ["tree", "compare"]),
     ],
 )
-def test_other_options_run_the_stages_again_that_they_concern(adapt, more, again):
+def test_changed_options_rerun_the_affected_stages(adapt, more, again):
     first = adapt.run()
     other = adapt.run(**more)
     assert adapt.called == again
@@ -168,44 +168,42 @@ def test_other_options_run_the_stages_again_that_they_concern(adapt, more, again
     assert adapt.called == []
 
 
-def test_later_stages_get_what_earlier_ones_left(adapt):
+def test_later_stages_use_earlier_results(adapt):
     folders = adapt.run()
-    asked = adapt.asked
-    assert asked["train"].files.data == folders["split"] / "train.jsonl"
-    assert asked["train"].files.heldout == folders["split"] / "calibration.jsonl"
-    assert asked["calibrate"].data == folders["split"] / "calibration.jsonl"
-    assert asked["compare"].prompts == folders["split"] / "measurement.jsonl"
-    assert asked["compare"].heads == str(folders["calibrate"] / "heads")
-    assert asked["compare"].tree == str(folders["tree"] / "tree.json")
-    assert asked["tree"].num_draft_tokens == max(asked["compare"].budgets) == 16
-    assert asked["distill"].engine_args == {"kv_cache_memory_bytes": 1 << 30}
-    assert asked["distill"].batch == 64
+    received = adapt.received
+    assert received["train"].files.data == folders["split"] / "train.jsonl"
+    assert received["train"].files.heldout == folders["split"] / "calibration.jsonl"
+    assert received["calibrate"].data == folders["split"] / "calibration.jsonl"
+    assert received["compare"].prompts == folders["split"] / "measurement.jsonl"
+    assert received["compare"].heads == str(folders["calibrate"] / "heads")
+    assert received["compare"].tree == str(folders["tree"] / "tree.json")
+    assert received["tree"].num_draft_tokens == max(received["compare"].budgets) == 16
+    assert received["distill"].engine_args == {"kv_cache_memory_bytes": 1 << 30}
+    assert received["distill"].batch == 64
 
 
 @pytest.mark.parametrize(("drafter", "stages"), [("hydra", ALL), ("eagle3", [*ALL[:4], ALL[6]])])
 def test_a_drafter_of_another_kind(adapt, drafter, stages):
     folders = adapt.run(drafter=drafter, publish=True)
     assert list(folders) == stages
-    assert adapt.asked["check"]["drafter"] == adapt.asked["train"].heads.kind == drafter
+    assert adapt.received["check"]["drafter"] == adapt.received["train"].heads.kind == drafter
     page = (adapt.folder / "heads" / "report.md").read_text()
     assert ("builds its trees itself" in page) == (drafter == "eagle3")
     if drafter == "eagle3":
-        assert adapt.asked["compare"].heads == str(folders["train"] / "heads")
-        assert adapt.asked["compare"].tree is None
+        assert adapt.received["compare"].heads == str(folders["train"] / "heads")
+        assert adapt.received["compare"].tree is None
 
 
-def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(tmp_path, monkeypatch):
-    told = {"method": "medusa-2", "degraded": True, "shortfalls": ["KL is 0.3"]}
-    trained = Trained(tmp_path / "heads", told)
+def test_a_degraded_target_fails_the_stage_with_its_figures(tmp_path, monkeypatch):
+    recorded = {"method": "medusa-2", "degraded": True, "shortfalls": ["KL is 0.3"]}
+    trained = Trained(tmp_path / "heads", recorded)
     monkeypatch.setattr("vllm_medusa.training.train.train", lambda *_: trained)
-    with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is kept in .*-degraded"):
+    with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is in .*-degraded"):
         pipeline.train_unharmed(training_of(Run(tmp_path).plan().options))
 
 
 @pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])
-def test_the_split_counts_what_it_leaves_out_and_whether_its_halves_share_a_prompt(
-    tmp_path, prompts, disjoint
-):
+def test_the_split_counts_skipped_records_and_shared_prompts(tmp_path, prompts, disjoint):
     (tmp_path / "records.jsonl").write_text(records(prompts) + "{\n")
     options = {"data": tmp_path / "records.jsonl", "output": tmp_path, "heldout_share": 0.1}
     with pytest.raises(ValueError, match=f"line {prompts + 1}"):
@@ -216,7 +214,7 @@ def test_the_split_counts_what_it_leaves_out_and_whether_its_halves_share_a_prom
     assert counts["disjoint"] == disjoint
 
 
-def test_the_output_is_heads_that_know_how_they_fared(adapt):
+def test_the_output_contains_heads_and_their_figures(adapt):
     adapt.run(publish=True, seed=3, budgets=(1, 3))
     output = adapt.folder / "heads"
     info = peek_heads(output)
@@ -241,17 +239,17 @@ def test_the_output_is_heads_that_know_how_they_fared(adapt):
         assert words in page, words
 
 
-def test_little_gain_is_said_and_the_size_asked_for_is_kept(adapt):
+def test_a_small_gain_is_reported_and_the_given_size_is_kept(adapt):
     adapt.rows, adapt.fastest = [row(4, 0.8, 1.1)], 4
     adapt.run(publish=True, num_draft_tokens=16)
     said = report.conclusion(adapt.document)
     assert "No tree is faster than plain vLLM on this machine" in said and "0.80 times" in said
-    assert "has 4 draft nodes (16 were requested; this is the maximum)" in said
+    assert "has 4 draft nodes (maximum; 16 were requested)" in said
     assert "1.10 tokens per step is low: more training text than" in said
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_all_that_is_written_may_be_overwritten_also_through_a_link(adapt, tmp_path, there):
+def test_all_outputs_may_be_overwritten_also_through_a_link(adapt, tmp_path, there):
     disk = tmp_path / "disk"
     disk.mkdir()
     if there:

@@ -1,4 +1,4 @@
-"""What an adapt takes: tokens, disk and time, as plain figures."""
+"""Requirements of an adapt run: tokens, disk and time, as plain numbers."""
 
 from pathlib import Path
 
@@ -14,18 +14,18 @@ SIZES = TargetSizes(134_500_000, 269_000_000, 23040, 8192)
 CHATS = Amounts(texts=340, prompt_tokens=68_000, written=136_000)
 
 
-def asked(**more: object) -> AdaptOptions:
+def chosen(**more: object) -> AdaptOptions:
     return AdaptOptions(target="target", prompts=Path("p.jsonl"), output=Path("heads"), **more)
 
 
-def test_answers_are_no_longer_than_the_target_has_room_for() -> None:
+def test_answers_fit_the_targets_context() -> None:
     lengths = [Length(100), Length(900, 2)]
     assert Amounts.of(lengths, 2, 512, 1000) == Amounts(4, 2000, 2 * (512 + 100))
 
 
-def test_the_states_are_of_written_tokens_and_no_more_than_may_be_kept() -> None:
+def test_states_are_cached_for_generated_tokens_up_to_the_limit() -> None:
     def disk(amounts: Amounts, **more: object) -> tuple[int, int]:
-        return disk_bytes(amounts, training_of(asked(dtype="bfloat16", **more)), TARGET, SIZES)
+        return disk_bytes(amounts, training_of(chosen(dtype="bfloat16", **more)), TARGET, SIZES)
 
     files, states = disk(CHATS)
     assert states == 136_000 * 576 * 2
@@ -34,20 +34,20 @@ def test_the_states_are_of_written_tokens_and_no_more_than_may_be_kept() -> None
     assert disk(Amounts(10**6, 10**8, 10**9))[1] == 50e9
 
 
-def test_a_faster_machine_takes_less_and_measuring_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faster_machine_takes_less_but_measures_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EnginePlan({}, 64)
 
     def seconds(flops: float, **more: object) -> dict[str, float]:
         monkeypatch.setattr(plan, "_speeds", lambda: (flops, 1e10))
-        options = asked(**more)
+        options = chosen(**more)
         return expected_seconds(CHATS, options, training_of(options), TARGET, SIZES, engine)
 
     slow, fast = seconds(1e10), seconds(2e10)
     assert list(slow) == ["distill", "train", "compare"]
-    forward = 204_000 * 2 * SIZES.values / 1e10  # a multiplication and an addition of each weight
+    forward = 204_000 * 2 * SIZES.values / 1e10  # a multiplication and an addition per weight
     assert slow["distill"] == pytest.approx(75 + forward) and slow["train"] > 2 * forward
     assert slow["train"] == 2 * fast["train"]
-    assert slow["distill"] > fast["distill"] > slow["distill"] / 2  # starting takes its time
+    assert slow["distill"] > fast["distill"] > slow["distill"] / 2  # start-up takes constant time
     assert slow["compare"] == fast["compare"] == pytest.approx(380)
     assert seconds(1e10, method="medusa-2")["train"] > slow["train"]
     monkeypatch.undo()

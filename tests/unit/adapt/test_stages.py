@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from support import jobs
 from support.jobs import CopyOptions
-from support.told import Told
+from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.adapt.stages import StageFailed, WorkFolder
 from vllm_medusa.files import FileRefused
@@ -12,7 +12,7 @@ from vllm_medusa.job import SILENT
 
 
 class Work:
-    """A work folder whose stage copies a file of JSON, in this process unless ``real``."""
+    """A work folder whose stage copies a JSON file, in this process unless ``real``."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
         self.folder, self.data, self.patch = folder / "work", folder / "data.json", patch
@@ -23,16 +23,16 @@ class Work:
         def options(here: Path) -> CopyOptions:
             return CopyOptions(data=self.data, output=to or here / "out.json", compact=compact)
 
-        told = Told()
+        recorded = RecordingProgress()
         with self.patch.context() as patch:
             if not real:
-                here = lambda run, asked, progress, log: run(asked, progress)  # noqa: E731
+                here = lambda run, arguments, progress, log: run(arguments, progress)  # noqa: E731
                 patch.setattr("vllm_medusa.adapt.stages.run_in_process", here)
             try:
-                with WorkFolder(self.folder, 1, told) as work:
+                with WorkFolder(self.folder, 1, recorded) as work:
                     return work.run("copy", job, options, inputs, ["out.json"], "copy-json")
             finally:
-                self.said = "".join(f"{note}\n" for note in told.notes)
+                self.said = "".join(f"{note}\n" for note in recorded.notes)
 
 
 @pytest.fixture
@@ -52,9 +52,7 @@ def test_a_stage_runs_once_and_is_announced(work):
     assert (folder / "done.json").stat().st_mtime_ns == done
 
 
-def test_other_inputs_or_options_are_another_stage_and_another_path_is_none(
-    work, tmp_path, monkeypatch
-):
+def test_other_inputs_or_options_rerun_a_stage_but_other_paths_do_not(work, tmp_path, monkeypatch):
     first = work.copy(data="one")
     assert len({first, work.copy(data="two"), work.copy(compact=True, data="one")}) == 3
     work.data = work.data.rename(tmp_path / "elsewhere.json")
@@ -68,7 +66,7 @@ def test_other_inputs_or_options_are_another_stage_and_another_path_is_none(
     ("name", "left"),
     [("out.json", "[]"), ("out.json", None), ("done.json", '{"outputs": {'), ("done.json", None)],
 )
-def test_a_stage_whose_result_is_not_as_noted_runs_again(work, name, left):
+def test_a_stage_with_a_changed_result_runs_again(work, name, left):
     folder = work.copy()
     (folder / name).unlink()
     if left is not None:
@@ -78,7 +76,7 @@ def test_a_stage_whose_result_is_not_as_noted_runs_again(work, name, left):
     assert json.loads((folder / "out.json").read_text()) == {"a": 1}
 
 
-def test_a_refusal_names_the_log_and_is_no_result(work, tmp_path):
+def test_a_refusal_names_the_log_and_is_not_a_result(work, tmp_path):
     moved = work.data.rename(tmp_path / "elsewhere.json")
     with pytest.raises(StageFailed, match=r"copy: .*data\.json(.|\n)*log\.txt") as failure:
         work.copy(real=True)
@@ -98,7 +96,7 @@ def test_a_job_that_fails_or_leaves_nothing(work, tmp_path, job, message, status
     assert failure.value.status == status
 
 
-def test_two_at_once_are_refused(work):
+def test_concurrent_runs_are_refused(work):
     with (
         WorkFolder(work.folder, 1, SILENT),
         pytest.raises(FileRefused, match="another process"),

@@ -11,8 +11,8 @@ def drafts(rng: np.random.Generator, requests: int, nodes: int = 8) -> np.ndarra
     return -np.sort(-(rng.random((requests, nodes)) ** 3), axis=1)
 
 
-def taught(steps: int, factor: float = 1.0, kind: int = 0, verified: int = 8) -> Acceptance:
-    """Of 8 requests; a node is accepted ``factor`` times as often as it says."""
+def trained(steps: int, factor: float = 1.0, kind: int = 0, verified: int = 8) -> Acceptance:
+    """For 8 requests; a node is accepted ``factor`` times as often as its survival."""
     rng, acceptance = np.random.default_rng(0), Acceptance()
     for _ in range(steps):
         survival = drafts(rng, 8)
@@ -22,7 +22,7 @@ def taught(steps: int, factor: float = 1.0, kind: int = 0, verified: int = 8) ->
     return acceptance
 
 
-def test_it_begins_with_the_calibration():
+def test_it_starts_from_the_calibration():
     acceptance = Acceptance([1.5, 1.7, 1.8])
     gain = acceptance.gain(np.array([0, 1, 2, 3, 9]), None)
     assert gain == pytest.approx([0, 0.5, 0.7, 0.8, 0.8])
@@ -30,9 +30,9 @@ def test_it_begins_with_the_calibration():
 
 
 @pytest.mark.parametrize("requests", [3, 64])
-def test_gain_is_that_of_one_pool(requests):
+def test_the_gain_is_computed_over_one_pool(requests):
     nodes = np.arange(8 * requests + 1)
-    gain = requests * taught(300).gain(nodes / requests, None)
+    gain = requests * trained(300).gain(nodes / requests, None)
     pools = [
         np.cumsum(-np.sort(-drafts(np.random.default_rng(99 + i), requests), axis=None))
         for i in range(200)
@@ -41,8 +41,8 @@ def test_gain_is_that_of_one_pool(requests):
     assert gain == pytest.approx(expected, rel=0.15 if requests < 8 else 0.04, abs=0.03 * requests)
 
 
-def test_even_shares_bring_less_than_the_pool():
-    acceptance = taught(300)
+def test_equal_shares_gain_less_than_the_pool():
+    acceptance = trained(300)
     expected = drafts(np.random.default_rng(1), 4000)[:, :2].sum(1).mean()
     assert acceptance.even_gain(2) == pytest.approx(expected, rel=0.05)
     assert acceptance.even_gain(2) < float(acceptance.gain(np.array([2.0]), None)[0])
@@ -50,39 +50,39 @@ def test_even_shares_bring_less_than_the_pool():
 
 @pytest.mark.parametrize("factor", [0.4, 0.7, 1.0, 1.5])
 @pytest.mark.parametrize("verified", [2, 8])
-def test_confidence_is_corrected_by_what_was_verified(factor, verified):
-    acceptance = taught(400, factor, verified=verified)
+def test_confidence_is_corrected_by_verified_drafts(factor, verified):
+    acceptance = trained(400, factor, verified=verified)
     survival = [0.1, 0.3, 0.6]
     of_two_kinds = [Drafted(survival, copied=[0, 0, 1]), Drafted(survival, kind=1)]
     found = acceptance.believed(Nodes.of(of_two_kinds))
     assert found[:2] == pytest.approx(factor * np.array(survival[:2]), rel=0.12)
-    assert found[2] == 0.6  # copied: measured where it was found
+    assert found[2] == 0.6  # copied: already measured
     assert found[3:] == pytest.approx(survival)  # another kind of requests
 
 
-def test_traffic_that_changes_is_followed():
-    acceptance = taught(300)
+def test_changing_traffic_is_followed():
+    acceptance = trained(300)
     before = float(acceptance.gain(np.array([2.0]), None)[0])
     for _ in range(400):
         acceptance.observe([Drafted([0.02] * 8)] * 8, [0] * 8, [0] * 8)
     assert float(acceptance.gain(np.array([2.0]), None)[0]) < 0.1 < before
 
 
-def test_what_is_long_ago_counts_less():
+def test_older_observations_have_less_weight():
     gains = []
     for idle in (0, 8000):
-        acceptance = taught(300)
+        acceptance = trained(300)
         before = acceptance.gain(np.arange(9.0), None)
         acceptance.forget(idle)
-        assert acceptance.gain(np.arange(9.0), None) == pytest.approx(before)  # older, not other
+        assert acceptance.gain(np.arange(9.0), None) == pytest.approx(before)  # only older
         for _ in range(20):
             acceptance.observe([Drafted([0.02] * 8)] * 8, [0] * 8, [0] * 8)
         gains.append(float(acceptance.gain(np.array([2.0]), None)[0]))
     assert gains[1] < 0.8 * gains[0]
 
 
-def test_a_limit_tells_nothing_of_what_lies_beyond():
-    acceptance = taught(300)
+def test_nothing_is_learned_beyond_a_limit():
+    acceptance = trained(300)
     whole, four = float(acceptance.gain(np.array([8.0]), None)[0]), acceptance.even_gain(4)
     for _ in range(300):
         acceptance.observe([Drafted([0.9] * 2, limit=2)] * 8, [0] * 8, [0] * 8)
@@ -91,7 +91,7 @@ def test_a_limit_tells_nothing_of_what_lies_beyond():
     assert acceptance.even_gain(4) > four
 
 
-def test_copies_come_with_any_limit_and_take_no_place():
+def test_copies_do_not_count_toward_the_limit():
     acceptance = Acceptance([1.5])
     assert not acceptance.copies
     for _ in range(300):
@@ -105,7 +105,7 @@ def test_copies_come_with_any_limit_and_take_no_place():
     assert not acceptance.copies
 
 
-def test_nonsense_does_no_harm():
+def test_invalid_values_are_harmless():
     acceptance = Acceptance()
     acceptance.observe([], [], [])
     acceptance.observe([Drafted([]), Drafted([])], [0, 0], [0, 0])

@@ -1,4 +1,4 @@
-"""Step costs: found from noisy steps, followed as the machine changes, kept on disk."""
+"""Step costs: estimated from noisy steps, tracking changes of the machine, stored on disk."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def learned(steps: int = 400, noise: float = 0.05, seed: int = 0) -> StepCost:
     return cost
 
 
-def test_what_was_seen_is_found_again():
+def test_observed_costs_are_reproduced():
     cost = learned(1000)
     for requests in (1, 2, 4, 8):
         for rows, heads in ((requests, 0.0), (2 * requests, 1.0), (4 * requests, 1.0)):
@@ -33,7 +33,7 @@ def test_what_was_seen_is_found_again():
         assert cost.plain_ms(requests) == pytest.approx(float(cost.ms(requests, requests, 0.0)))
 
 
-def test_between_and_beyond_what_was_seen():
+def test_interpolation_and_extrapolation():
     cost = StepCost(64)
     for rows, ms in ((1, 10.0), (32, 20.0)) * 40:
         cost.observe(rows, rows, 0.0, ms)
@@ -43,7 +43,7 @@ def test_between_and_beyond_what_was_seen():
     assert float(cost.ms(640, 640, 0.0)) == pytest.approx(10 * float(cost.ms(64, 64, 0.0)))
 
 
-def test_vectors_are_the_single_values():
+def test_vectors_equal_single_values():
     cost, rows = learned(50), np.arange(4, 64)
     for heads in (0.0, 0.4):
         single = [float(cost.ms(int(n), 4, heads)) for n in rows]
@@ -51,7 +51,7 @@ def test_vectors_are_the_single_values():
 
 
 def test_the_machine_slows_down_and_all_row_counts_follow():
-    """In small steps, which is followed from step to step."""
+    """In small steps, tracked from step to step."""
     cost = learned()
     before = cost.ms(np.array([1, 4, 16]), 1, 0.0)
     for step in range(200):
@@ -61,8 +61,8 @@ def test_the_machine_slows_down_and_all_row_counts_follow():
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_a_sudden_change_is_believed_after_a_few_steps(rows):
-    """And one of steps with drafts is not taken for one of plain steps."""
+def test_a_sudden_change_is_adopted_after_a_few_steps(rows):
+    """A change of steps with drafts is not mistaken for one of plain steps."""
     cost = StepCost(64)
     for _ in range(100):
         cost.observe(1, 1, 0.0, 20.0)
@@ -85,7 +85,7 @@ def test_one_outlier_does_not_matter(times):
 
 
 @pytest.mark.parametrize("factor", [3.0, 1 / 3.0])
-def test_a_wrong_table_is_unlearned(factor):
+def test_a_wrong_table_is_corrected(factor):
     """Trees are three times as expensive or cheap as in the table."""
     table = StepCost(64)
     for _ in range(100):
@@ -105,7 +105,7 @@ def test_a_wrong_table_is_unlearned(factor):
     ("rows", "requests", "ms"),
     [(1, 1, 0.0), (1, 1, -1.0), (1, 1, float("nan")), (1, 1, float("inf")), (0, 0, 5), (2, 3, 5)],
 )
-def test_nonsense_teaches_nothing(rows, requests, ms):
+def test_invalid_values_are_ignored(rows, requests, ms):
     cost = learned(20)
     before = cost.to_dict()
     cost.observe(rows, requests, 0.0, ms)
@@ -115,7 +115,7 @@ def test_nonsense_teaches_nothing(rows, requests, ms):
 OF = {"model": "m", "device": "d", "dtype": "bfloat16"}
 
 
-def test_costs_come_back_from_the_disk(tmp_path):
+def test_costs_are_restored_from_disk(tmp_path):
     cost, store = learned(), CostStore(tmp_path / "cache", OF, 64)
     assert store.save(cost) == ""
     back, reason = store.load()
@@ -124,7 +124,7 @@ def test_costs_come_back_from_the_disk(tmp_path):
     assert back.ms(rows, 1, 1.0) == pytest.approx(cost.ms(rows, 1, 1.0), rel=1e-3)
     assert CostStore(tmp_path, OF | {"dtype": "float16"}, 64).path.name != store.path.name
     store.path.unlink()
-    assert store.save(cost) == "" and not store.path.exists()  # there is no news
+    assert store.save(cost) == "" and not store.path.exists()  # nothing has changed
 
 
 @pytest.mark.parametrize(
@@ -147,15 +147,15 @@ def test_bad_files_are_ignored_with_a_reason(tmp_path, old, new, says):
     assert cost.steps == 0 and says in reason
 
 
-def test_no_file_is_no_reason_and_no_folder_is_one(tmp_path):
+def test_a_missing_file_is_no_error_and_an_unusable_folder_is_one(tmp_path):
     cost, reason = CostStore(tmp_path, OF, 64).load()
     assert (cost.steps, reason) == (0, "")
     (tmp_path / "file").touch()
     assert "can't be written" in CostStore(tmp_path / "file", OF, 64).save(learned(60))
 
 
-def test_a_single_knot_is_what_the_curve_has_there():
-    """Whether or not the others were brought up to date in between."""
+def test_a_single_knot_equals_the_curve():
+    """Whether or not the others were updated before."""
     one, other = StepCost(64), StepCost(64)
     rng = np.random.default_rng(0)
     for _ in range(200):

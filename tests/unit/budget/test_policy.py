@@ -1,6 +1,6 @@
 """The automatic budget on simulated servers: near the best fixed choice, never slower than plain.
 
-A server has known step costs and drafts of known worth; see `support.serving`.
+A server has known step costs and acceptance; see `support.serving`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def steep(rows: int, step: int = 0) -> float:
 
 
 def gpu(rows: int, step: int = 0) -> float:
-    """Free rows up to a number, then a price."""
+    """Free rows up to a limit, then a cost per row."""
     return 8.0 + 0.01 * max(0, rows - 150)
 
 
-def wandering(rows: int, step: int) -> float:
+def varying_memory(rows: int, step: int) -> float:
     """Memory one third faster and slower; with faster memory, rows cost relatively more."""
     fast = np.sin(step / 250.0)
     return 18.0 * (1.0 - 0.3 * fast) * float(np.interp(rows, *CPU)) ** (1.0 + 0.4 * fast)
@@ -43,7 +43,7 @@ def batch(requests: int):
 
 
 def ramp(step: int) -> int:
-    """From one to 24 requests and down."""
+    """From one to 24 requests and back."""
     return 1 + int(23 * (0.5 - 0.5 * np.cos(2 * np.pi * step / STEPS)))
 
 
@@ -54,12 +54,12 @@ SERVERS = {
     "cpu, 64": Server(cpu, batch(64)),
     "gpu, 1": Server(gpu),
     "gpu, 64": Server(gpu, batch(64)),
-    "dear rows, 1": Server(steep),
-    "dear rows, 8": Server(steep, batch(8)),
-    "dear rows, unsure, 2": Server(steep, batch(2), lambda step: 0.2),
-    "memory wanders, 8": Server(wandering, batch(8)),
+    "expensive rows, 1": Server(steep),
+    "expensive rows, 8": Server(steep, batch(8)),
+    "expensive rows, unsure, 2": Server(steep, batch(2), lambda step: 0.2),
+    "memory varies, 8": Server(varying_memory, batch(8)),
     "twice as slow later": Server(lambda rows, step: cpu(rows) * (1 + (step > 600)), batch(4)),
-    "traffic gets sure": Server(cpu, batch(8), lambda step: 0.1 if step < 600 else 0.7),
+    "confidence rises": Server(cpu, batch(8), lambda step: 0.1 if step < 600 else 0.7),
     "underconfident": Server(cpu, batch(8), lambda step: 0.3, 1.5),
     "overconfident": Server(cpu, batch(8), right=0.4),
     "outliers": Server(cpu, batch(4), outliers=0.01),
@@ -85,23 +85,23 @@ def test_near_the_best_fixed_choice_and_never_slower_than_plain(name, even):
 
 @pytest.mark.parametrize("gain", [0.9, 0.97, 1.0])
 @pytest.mark.parametrize("requests", [1, 16])
-def test_drafts_that_hardly_pay_are_rested(gain, requests):
-    """Steps of 20 ms; drafts are as many times as fast as plain steps, or slower."""
+def test_drafting_pauses_if_the_gain_is_small(gain, requests):
+    """Steps of 20 ms; drafts are ``gain`` times as fast as plain steps."""
 
     def hardly(rows: int, step: int = 0) -> float:
-        return 20.0 if rows <= requests else 20.0 * dear
+        return 20.0 if rows <= requests else 20.0 * cost_factor
 
-    dear = 1.0
+    cost_factor = 1.0
     server = Server(hardly, batch(requests), heads=(0.0, 0.0), tree=(0.0, 0.0), noise=0.05)
     plain = serve(server, STEPS, 0)
-    dear = serve(server, STEPS, NODES).speed() / plain.speed() / gain
+    cost_factor = serve(server, STEPS, NODES).speed() / plain.speed() / gain
     record = serve(server, STEPS, new_policy())
     assert record.speed() >= 0.985 * plain.speed()
     assert np.mean(record.drafting) < (0.2 if gain < 1 else 0.6)
 
 
 def test_drafting_ends_where_it_is_slower_than_expected():
-    """Whatever costs and acceptance say: here acceptance is far overestimated."""
+    """Even if costs and acceptance suggest otherwise: here acceptance is far overestimated."""
     server = Server(cpu, batch(4), lambda step: 0.9, 0.05)
     policy = new_policy()
     policy.acceptance.believed = lambda nodes: nodes.survival  # type: ignore[method-assign]
@@ -118,8 +118,8 @@ def test_trials_cost_less_than_a_hundredth():
 
 
 @pytest.mark.parametrize("wrong", [1 / 3, 3.0])
-@pytest.mark.parametrize("name", ["cpu, 1", "cpu, 4", "dear rows, 8"])
-def test_wrong_tables_are_unlearned(name, wrong):
+@pytest.mark.parametrize("name", ["cpu, 1", "cpu, 4", "expensive rows, 8"])
+def test_wrong_tables_are_corrected(name, wrong):
     """Measured tree costs were three times too high or too low."""
     server, cost = SERVERS[name], StepCost(512)
     for _ in range(20):
@@ -133,7 +133,7 @@ def test_wrong_tables_are_unlearned(name, wrong):
     assert speed >= 0.92 * max(record.speed(500) for record in fixed(name).values())
 
 
-def test_equal_servers_give_equal_decisions():
+def test_equal_observations_give_equal_decisions():
     first, second = (serve(SERVERS["cpu, 4"], 300, new_policy()) for _ in range(2))
     assert first == second
 
@@ -154,26 +154,26 @@ DRAFTS = [Drafted([0.5, 0.2, 0.1, 0.05])]
 
 
 @pytest.mark.parametrize(("per_row", "nodes"), [(2.0, [0]), (0.1, [1, 2, 3]), (0.001, [4])])
-def test_a_node_is_verified_if_it_is_worth_its_time(per_row, nodes):
+def test_a_node_is_verified_if_it_saves_time(per_row, nodes):
     policy = policy_at(per_row)
     assert policy.drafting == (per_row < 1)
     assert policy.counts(DRAFTS, 1, 64)[0] in nodes
 
 
-def test_surer_requests_get_more():
+def test_likelier_requests_get_more():
     policy = policy_at(0.1)
-    unsure, sure = policy.counts([Drafted([0.02] * 4), Drafted([0.9] * 4)], 2, 64)
-    assert unsure == 0 and sure == 4
+    uncertain, confident = policy.counts([Drafted([0.02] * 4), Drafted([0.9] * 4)], 2, 64)
+    assert uncertain == 0 and confident == 4
 
 
 @pytest.mark.parametrize("room", [0, 1, 3])
-def test_no_more_than_there_is_room_for(room):
+def test_no_more_than_fit(room):
     policy = policy_at(0.001)
     assert policy.counts(DRAFTS, 1, room) == [room]
     assert (policy.limit(1, room) > 0) == (room > 0)
 
 
-def test_nobody_and_nothing():
+def test_no_requests_and_no_drafts():
     policy = policy_at(0.001)
     assert policy.limit(0, 64) == 0 and policy.counts([Drafted([])], 1, 64) == [0]
     assert policy.counts(DRAFTS, 0, 64) == [0]
@@ -190,7 +190,7 @@ def test_heads_do_not_run_for_drafts_that_stay_unused():
     assert not policy.drafting
 
 
-def test_copied_drafts_pay_without_heads():
+def test_copied_drafts_are_used_without_heads():
     policy = Auto(StepCost(64), Acceptance((1.05,)), 8, num_heads=0)
     for _ in range(50):
         policy.observe(5, 1, 0.0, 11.0, 4.0)
@@ -209,8 +209,8 @@ def test_the_best_are_kept_and_ties_go_to_the_first(total, expected):
     assert Fixed(2).counts(drafts, 3, total) == expected
 
 
-def test_at_rest_one_step_in_a_while_teaches():
-    """So that resting costs no more than not having trees; at first every step does."""
+def test_costs_are_updated_rarely_while_drafting_is_off():
+    """So that idle drafting costs no more than no trees; initially every step updates costs."""
     policy, taught = Auto(StepCost(64), Acceptance([1.0] * 4), 4, 4), []
     for _ in range(400):
         policy._saved = 0.0  # no trials

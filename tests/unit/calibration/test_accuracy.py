@@ -41,20 +41,20 @@ def by_hand(found):
     return cases
 
 
-def test_every_case_is_counted_as_by_hand():
+def test_counts_equal_those_by_hand():
     found = observations()
     accuracy = measure_accuracy(found, TREE)
     cases = by_hand(found)
     for place, name in enumerate(NAMES):
         for head in range(HEADS):
             ranks = [rank for rank in cases[name, head] if rank != NO_LABEL]
-            assert accuracy.asked[head, place] == len(ranks) > 0, (name, head)
+            assert accuracy.counted[head, place] == len(ranks) > 0, (name, head)
             expected = [ranks.count(r) / len(ranks) for r in range(RANKS)]
             assert np.allclose(getattr(accuracy, name)[head], expected)
-    assert accuracy.to_dict()["positions_asked"]["walked"] == accuracy.asked[:, 1].tolist()
+    assert accuracy.to_dict()["positions_asked"]["walked"] == accuracy.counted[:, 1].tolist()
 
 
-def test_shares_leave_positions_without_a_label_out():
+def test_shares_exclude_unlabeled_positions():
     found, labels = shares(np.array([0, NO_LABEL, 1, 9]), 2)
     assert found.dtype == np.float32 and labels == 3
     assert found.tolist() == [pytest.approx(1 / 3)] * 2

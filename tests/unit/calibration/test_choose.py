@@ -15,7 +15,7 @@ def observations(num_prompts=6):
     return observed(ranks, lengths)
 
 
-def test_every_size_is_worth_what_its_walks_say():
+def test_the_value_of_every_size_equals_its_walks():
     found = observations()
     chosen = best_tree(found, 8)
     texts, width = found.texts(), found.num_ranks
@@ -30,12 +30,12 @@ def test_every_size_is_worth_what_its_walks_say():
         assert chosen.heldout[size - 1] == pytest.approx(np.mean(crossed))
 
 
-def test_of_one_prompt_nothing_is_held_out():
+def test_a_single_prompt_is_not_split():
     chosen = best_tree(observations(1), 8)
     assert chosen.heldout is None and math.isnan(chosen.standard_error)
 
 
-def test_the_error_is_from_prompt_to_prompt():
+def test_the_error_is_computed_over_prompts():
     right, wrong = [0], [5]
     even = [right, right, wrong, wrong] * 2  # of each prompt 1 accepted in 3 steps
     assert best_tree(observed(even, [4, 4], 2), 1).standard_error == 0

@@ -35,7 +35,7 @@ def random_texts(count=9):
 
 
 class Causal:
-    """Hidden states that depend on all tokens so far, and on nothing after them."""
+    """Hidden states that depend on all previous tokens, and on no later ones."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -71,8 +71,8 @@ def observed(texts, folder, model=None, kind="medusa", of="heads", **options):
         return collect(texts, make_heads(kind), model, model.lm_head, run, **options)
 
 
-def test_positions_are_those_whose_labels_count(tmp_path):
-    """The rule of training, `head_labels`, where all heads have a label."""
+def test_only_labeled_positions_are_collected(tmp_path):
+    """The rule of training, `head_labels`, for positions where all heads have a label."""
     texts = random_texts()
     spans = list(find_spans(texts, HEADS, {END}))
     for number, each in enumerate(texts):
@@ -87,7 +87,7 @@ def test_positions_are_those_whose_labels_count(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_ranks_are_of_the_tokens_that_follow_whatever_the_batches(kind, tmp_path):
+def test_ranks_do_not_depend_on_the_batches(kind, tmp_path):
     texts = random_texts()
     model, heads = Causal(), make_heads(kind)
     observations, fits = observed(texts, tmp_path, model, kind)
@@ -112,7 +112,7 @@ def test_ranks_are_of_the_tokens_that_follow_whatever_the_batches(kind, tmp_path
     assert all(fit is not None and fit.fitted_nll <= fit.nll + 1e-6 for fit in fits)
 
 
-def test_a_text_that_ended_goes_on_to_its_end(tmp_path):
+def test_a_finished_text_is_used_to_its_end(tmp_path):
     ended = text([5, 6, 7, 8, END], [(2, 5)])
     cut = text([5, 6, 7, 8, 9], [(2, 5)])
     observations, _ = observed([ended, text(list(range(2, 14)), [(1, 12)])], tmp_path)
@@ -124,7 +124,7 @@ def test_a_text_that_ended_goes_on_to_its_end(tmp_path):
 
 @pytest.mark.parametrize("short", [(0, 1), (1, 1)])
 def test_labels_end_with_their_own_span(short, tmp_path):
-    """Spans side by side, the first of which has no position, may begin at the same one."""
+    """Adjacent spans, the first of which has no position, may start at the same one."""
     ids = list(range(2, 16))
     alone, _ = observed([text(ids, [(1, 14)])], tmp_path / "alone")
     after, _ = observed([text(ids, [short, (1, 14)])], tmp_path / "after")
@@ -137,10 +137,10 @@ def test_samples_of_a_prompt_are_in_the_same_half(tmp_path):
     texts = [text(ids, [(2, 14)], key=key) for key in ("a", "b", "a", "c", "b")]
     observations, _ = observed(texts, tmp_path)
     assert observations.halves() == ([0, 2, 3], [1, 4])
-    assert observed(texts[:1], tmp_path)[0].halves() is None, "of one prompt"
+    assert observed(texts[:1], tmp_path)[0].halves() is None, "only one prompt"
 
 
-def test_killed_and_run_again_gives_the_same_and_repeats_nothing(tmp_path):
+def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     texts = random_texts()
     whole, fits = observed(texts, tmp_path / "whole", model := Causal())
     batches = model.calls
@@ -169,11 +169,11 @@ def test_killed_and_run_again_gives_the_same_and_repeats_nothing(tmp_path):
     assert resumed_fits == fits
     other = Causal()
     observed(texts, tmp_path, other, of="others")
-    assert other.calls == batches, "nothing of other heads is taken over"
+    assert other.calls == batches, "batches of other heads are not reused"
 
 
 @pytest.mark.parametrize("kept", [0, 7, -3])
-def test_a_torn_batch_is_done_again(kept, tmp_path):
+def test_a_partial_batch_is_computed_again(kept, tmp_path):
     texts = random_texts()
     whole, _ = observed(texts, tmp_path, first := Causal())
     batch = tmp_path / FOLDER / "batch-000001.safetensors"

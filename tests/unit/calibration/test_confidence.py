@@ -13,8 +13,8 @@ def test_ece_by_hand():
 
 
 @pytest.mark.parametrize(("wrong_by", "expected"), [(1.0, 1.0), (2.3, 2.3), (0.6, 0.6), (50, 4.0)])
-def test_the_temperature_that_was_put_in_is_found(wrong_by, expected):
-    """Labels drawn from softmax(z), and a head with logits z * wrong_by."""
+def test_the_planted_temperature_is_found(wrong_by, expected):
+    """Labels sampled from softmax(z), and a head with logits z * wrong_by."""
     rng = np.random.default_rng(0)
     truth = rng.normal(size=(20_000, 12)) * 2
     labels = (truth + rng.gumbel(size=truth.shape)).argmax(1)
@@ -24,18 +24,18 @@ def test_the_temperature_that_was_put_in_is_found(wrong_by, expected):
     top = powers.max(1)
     partition = np.log(np.exp(powers - top[:, None]).sum(1)) + top  # [m, G]
     first = labels == logits.argmax(1)
-    labelled = np.ones(len(labels), bool)
-    labelled[:100] = False
-    own = np.where(labelled, logits[rows, labels], np.nan)
-    fit = fit_temperature(own, logits.max(1), partition, first, labelled)
+    labeled = np.ones(len(labels), bool)
+    labeled[:100] = False
+    own = np.where(labeled, logits[rows, labels], np.nan)
+    fit = fit_temperature(own, logits.max(1), partition, first, labeled)
     assert fit.temperature == pytest.approx(expected, rel=0.03)
     if wrong_by != 50:
         assert fit.fitted_ece < 0.02
     if wrong_by not in (1.0, 50):
         assert fit.ece > 0.1 and fit.fitted_nll < fit.nll - 0.05
-    logged = np.log(np.exp(logits[labelled]).sum(1)) if wrong_by < 5 else None
+    logged = np.log(np.exp(logits[labeled]).sum(1)) if wrong_by < 5 else None
     if logged is not None:
-        assert fit.nll == pytest.approx((logged - own[labelled]).mean(), rel=1e-6)
+        assert fit.nll == pytest.approx((logged - own[labeled]).mean(), rel=1e-6)
 
 
 def test_without_labels_nothing_is_fitted():

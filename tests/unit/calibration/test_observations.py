@@ -12,7 +12,7 @@ def sample(lengths=(3, 5), temperatures=(0.8, np.nan)):
     return observed(ranks, lengths, temperatures=temperatures, source={"heads": "abc"})
 
 
-def test_what_is_saved_comes_back(tmp_path):
+def test_saved_observations_are_loaded(tmp_path):
     sample().save(tmp_path)
     back = Observations.load(tmp_path)
     for name in ("ranks", "confidences", "offsets", "temperatures", "prompts"):
@@ -26,7 +26,7 @@ def test_what_is_saved_comes_back(tmp_path):
     assert (tmp_path / FILE).stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
-def test_the_temperature_is_that_of_most_positions():
+def test_the_temperature_of_most_positions_is_used():
     for lengths, temperatures, expected in (
         ((3, 5), (0.8, np.nan), None),
         ((5, 3), (0.8, np.nan), 0.8),
@@ -36,7 +36,7 @@ def test_the_temperature_is_that_of_most_positions():
         assert sample(lengths, temperatures).temperature() == expected
 
 
-def test_absent_and_broken_files_are_told(tmp_path):
+def test_absent_and_damaged_files_are_reported(tmp_path):
     with pytest.raises(CalibrationError, match="vllm-medusa calibrate TARGET"):
         Observations.load(tmp_path)
     sample().save(tmp_path)

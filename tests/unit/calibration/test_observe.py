@@ -30,7 +30,7 @@ def make(token_map=None):
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("elements", [1 << 24, 200], ids=["at once", "in chunks"])
-def test_ranks_are_places_in_the_proposers_order(monkeypatch, mapped, elements):
+def test_ranks_are_positions_in_the_proposers_order(monkeypatch, mapped, elements):
     monkeypatch.setitem(module._ELEMENTS, "cpu", elements)
     token_map = torch.randperm(VOCAB)[:15] if mapped else None
     heads, scorer, states, labels = make(token_map)
@@ -54,7 +54,7 @@ def test_ranks_are_places_in_the_proposers_order(monkeypatch, mapped, elements):
             tied += len(set(logits[row, head].tolist())) < logits.shape[2]
             best = probs[row, head].topk(5).values
             assert np.allclose(seen.confidences[row, head], best, atol=1e-3)
-    assert tied > 100, "ties are what the order is about"
+    assert tied > 100, "the order only matters for ties"
     rows = torch.nonzero(closely)[:, 0]
     assert len(seen.own) == len(rows)
     for place, row in enumerate(rows.tolist()):

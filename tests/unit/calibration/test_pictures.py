@@ -39,7 +39,7 @@ def test_pictures_are_written(tmp_path, suffix):
         assert len(set(np.asarray(image.convert("L")).ravel().tolist())) > 20
 
 
-def test_what_no_picture_can_be_is_refused_at_once(tmp_path):
+def test_unsupported_picture_formats_are_refused_first(tmp_path):
     with pytest.raises(CalibrationError, match=r"\.png, \.svg"):
         check_picture(Path("tree.jpeg2"))
     with pytest.raises(FileRefused, match=r"no folder .*nowhere"):

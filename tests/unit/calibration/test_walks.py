@@ -1,4 +1,4 @@
-"""What trees accept on calibrated texts, and the search for the best of them."""
+"""What trees accept on calibrated texts, and the search for the best tree."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def tau_by_hand(texts, tree):
 def random_texts(seed):
     rng = np.random.default_rng(seed)
     shapes = [(int(rng.integers(0, 30)), 3) for _ in range(5)] + [(7, 3)]
-    return [rng.integers(-1, 3, shape) for shape in shapes]  # -1: a token never written
+    return [rng.integers(-1, 3, shape) for shape in shapes]  # -1: no token
 
 
 @given(st.integers(0, 10**6), st.sampled_from(TREES))
@@ -58,7 +58,7 @@ def test_visits_and_tau_are_those_of_walks_by_hand(seed, tree):
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=30)
-def test_a_leaf_tried_gives_what_it_gives_when_added(seed):
+def test_a_candidate_leaf_has_the_value_it_has_when_added(seed):
     walks = Walks(random_texts(seed), [(0,)])
     leaves = [(1,), (0, 1)]
     tried = walks.tau_with(leaves)
@@ -75,7 +75,7 @@ def test_every_prefix_of_a_tree():
     assert last == walk_taus(texts, DEFAULT_TREE.paths, [3, 7, 14])[2]
 
 
-def test_a_token_never_written_is_a_miss_for_every_rank():
+def test_an_absent_token_is_a_miss_for_every_rank():
     texts = [np.array([[0, -1, -1]] * 6)]
     assert walk_taus(texts, walked_tree(texts, 9, 3), [1, 9]) == [2.0, 2.0]
     walks = Walks(texts)
@@ -100,7 +100,7 @@ def grown(texts, size, max_rank):
 @given(texts_of_ranks, st.integers(1, 6))
 @settings(max_examples=60)
 def test_every_node_is_the_best_next_one(texts, size):
-    """Each prefix has the tau a walk by hand gives, and no candidate would have given more."""
+    """Each prefix has the tau of a manual walk, and no other candidate would give more."""
     paths, taus = grown(texts, size, RANKS)
     assert len(paths) == len(taus) == size
     TokenTree(tuple(paths))  # valid, parents first
@@ -115,15 +115,15 @@ def test_every_node_is_the_best_next_one(texts, size):
         assert taus[count] == pytest.approx(best)
 
 
-def test_what_follows_an_accepted_token_counts():
-    """Head 1 is right at every position that follows a hit of head 0, and decoding skips those."""
-    text = [(0, 3), (3, 0)] * 30  # a hit of head 0, then a miss that has head 1 right
+def test_tokens_after_an_accepted_one_count():
+    """Head 1 is right at every position after a hit of head 0, but decoding skips those."""
+    text = [(0, 3), (3, 0)] * 30  # a hit of head 0, then a miss where head 1 is right
     shares = np.mean(np.array(text) == 0, axis=0)
-    assert shares.tolist() == [0.5, 0.5], "averages can't tell the heads apart"
+    assert shares.tolist() == [0.5, 0.5], "averages can't distinguish the heads"
     paths, taus = grown([text], 2, RANKS)
     assert paths[0] == (0,)
     assert taus[0] == 2.0, "every step accepts one"
-    assert Walks(arrays([text]), [(0,), (0, 0)]).tau() == 2.0, "head 1 never adds anything"
+    assert Walks(arrays([text]), [(0,), (0, 0)]).tau() == 2.0, "head 1 never contributes"
 
 
 def test_the_search_stops_when_the_heads_offer_no_more():
@@ -133,11 +133,11 @@ def test_the_search_stops_when_the_heads_offer_no_more():
     assert taus[-1] == 3.0
 
 
-def test_of_equal_candidates_the_shallower_is_taken():
+def test_the_shallower_of_equal_candidates_is_chosen():
     paths = walked_tree([np.full((5, 2), -1)], 4, 2)
     assert paths == [(0,), (1,), (0, 0), (0, 1)]
 
 
-def test_no_text_is_refused():
+def test_empty_texts_are_refused():
     with pytest.raises(ValueError, match="longer texts"):
         walked_tree(arrays([[]]), 3, 2)

@@ -1,4 +1,4 @@
-"""On the test model's target and heads: what walks predict is what decoding does, step for step."""
+"""On the test model's target and heads: walks predict decoding exactly, step by step."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def trained():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_walks_of_the_targets_own_text_are_its_decoding(trained, tmp_path, temperature):
+def test_walks_of_the_targets_own_text_equal_decoding(trained, tmp_path, temperature):
     model, heads = trained
     texts, accepted = [], []
     for number, ids in enumerate(code_prompts(0, 3)):
@@ -54,4 +54,4 @@ def test_walks_of_the_targets_own_text_are_its_decoding(trained, tmp_path, tempe
         assert len(steps) - len(walked) <= heads.num_heads, "only where labels ran out"
         compared += len(walked)
         total += sum(walked)
-    assert compared > 60 and total > 15, "too little happened to tell"
+    assert compared > 60 and total > 15, "too few steps for a comparison"

@@ -11,7 +11,7 @@ from vllm_medusa.offline import generate
 
 
 class Engine(FakeProcess):
-    """Stands in for `EngineProcess`; remembers what it was built from, and may be interrupted."""
+    """Replaces `EngineProcess`; records its arguments, and may be interrupted."""
 
     def __init__(self, settings, sampling, **options):
         super().__init__(max_tokens=6, step_sizes=self.sizes, longest_prompt=self.limit)
@@ -34,13 +34,13 @@ def no_hub(monkeypatch):
 
 @pytest.fixture
 def heads(tmp_path):
-    """The test model's heads, in a folder that may be changed."""
+    """The test model's heads, in a writable folder."""
     return Path(shutil.copytree(HEADS, tmp_path / "heads"))
 
 
 @pytest.fixture
 def command(capsys, monkeypatch):
-    """Run a command: its exit status, what it printed, and to standard error."""
+    """Run a command: its exit status, standard output and standard error."""
 
     def ran(*words):
         monkeypatch.setattr("sys.argv", ["vllm-medusa", *map(str, words)])
@@ -51,7 +51,7 @@ def command(capsys, monkeypatch):
 
 @pytest.fixture
 def engine(monkeypatch):
-    """The class of all engines; what a test sets on it goes for those that are built then."""
+    """The class of all engines; attributes set on it apply to engines created later."""
     more = {"built": [], "limit": 10_000, "sizes": (2, 1), "steps_left": None, "ends_by": "stop"}
     made = type("Engine", (Engine,), more)
     monkeypatch.setattr(generate, "EngineProcess", made)

@@ -12,12 +12,12 @@ from vllm_medusa.offline import comparison
 from vllm_medusa.offline.defaults import TargetSizes
 from vllm_medusa.offline.options import CompareOptions
 
-AUTOMATIC = 0  # stands for no budget, and no tree
-SECONDS = {None: 1.0, 2: 0.8, 4: 0.5, 6: 2.0, AUTOMATIC: 0.4}  # of a group, by budget
+AUTOMATIC = 0  # no budget and no tree
+SECONDS = {None: 1.0, 2: 0.8, 4: 0.5, 6: 2.0, AUTOMATIC: 0.4}  # per group, by budget
 
 
 class Engine(FakeProcess):
-    """Stands in for `EngineProcess`, whose time is as `SECONDS` has it."""
+    """Replaces `EngineProcess`, with times from `SECONDS`."""
 
     wrong: int | None = None  # budget whose tokens are wrong
     started: list[Any] = []  # noqa: RUF012
@@ -54,7 +54,7 @@ def figures(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "figures.json").read_text())
 
 
-def test_every_budget_is_measured_and_the_fastest_named(arguments, tmp_path, capsys):
+def test_every_budget_is_measured_and_the_fastest_is_named(arguments, tmp_path, capsys):
     assert run(*arguments, "--budgets", "4", "2", "--rounds", "2") == 0
     document = figures(tmp_path)
     assert [row["num_draft_tokens"] for row in document["rows"]] == [2, 4]
@@ -73,7 +73,7 @@ def test_every_budget_is_measured_and_the_fastest_named(arguments, tmp_path, cap
     assert len(Engine.started) == 4  # plain vLLM once
 
 
-def test_a_group_warms_the_engines_up_and_does_not_count(arguments, tmp_path, monkeypatch):
+def test_a_warm_up_group_is_not_counted(arguments, tmp_path, monkeypatch):
     groups = {None: [], 2: []}
     arguments.append("--no-automatic")
     measured = Engine.run
@@ -88,7 +88,7 @@ def test_a_group_warms_the_engines_up_and_does_not_count(arguments, tmp_path, mo
     assert figures(tmp_path)["rows"][0]["requests"] == 10
 
 
-def test_a_time_that_is_too_short_for_all_prompts_takes_fewer(arguments, tmp_path, capsys):
+def test_a_short_time_uses_fewer_prompts(arguments, tmp_path, capsys):
     assert run(*arguments, "--budgets", "2", "--seconds", "1") == 0
     document = figures(tmp_path)
     assert (document["prompts"], document["rounds"]) == (6, 1)
@@ -97,7 +97,7 @@ def test_a_time_that_is_too_short_for_all_prompts_takes_fewer(arguments, tmp_pat
     assert "measuring 1 round of 6 prompts, not 3 of 10" in said
 
 
-def test_figures_replace_figures_only(arguments, tmp_path, capsys):
+def test_only_earlier_figures_are_replaced(arguments, tmp_path, capsys):
     options = [*arguments, "--budgets", "2", "--rounds", "1"]
     assert run(*options) == run(*options) == 0
     started = len(Engine.started)
@@ -114,7 +114,7 @@ def test_figures_replace_figures_only(arguments, tmp_path, capsys):
     ("wrong", "dtype", "status"),
     [(4, "float32", 1), (4, "bfloat16", 0), (AUTOMATIC, "float32", 1)],
 )
-def test_other_tokens_fail_in_float32_alone(
+def test_other_tokens_fail_only_in_float32(
     arguments, tmp_path, monkeypatch, capsys, wrong, dtype, status
 ):
     monkeypatch.setattr(Engine, "wrong", wrong)
@@ -126,7 +126,7 @@ def test_other_tokens_fail_in_float32_alone(
     assert bad["differences"][0]["position"] == 3
 
 
-def test_prompts_of_records_are_what_stands_before_the_answers(tmp_path):
+def test_prompts_of_records_precede_the_answers(tmp_path):
     lines = [
         {"token_ids": [*range(20)], "generated": [[10, 20]], "temperature": 0.6},
         {"token_ids": [*range(10), 5, 5, 5], "generated": [[10, 13]], "temperature": 0.6},
@@ -147,7 +147,7 @@ def test_prompts_of_records_are_what_stands_before_the_answers(tmp_path):
         (["--tree", "mc_sim"], "There is no preset or file 'mc_sim'"),
     ],
 )
-def test_what_is_wrong_is_said_before_an_engine_starts(arguments, capsys, change, words):
+def test_errors_are_reported_before_an_engine_starts(arguments, capsys, change, words):
     assert run(*arguments, *change) == 2
     assert words in capsys.readouterr().err
     assert not Engine.started

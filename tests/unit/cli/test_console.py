@@ -1,4 +1,4 @@
-"""Exit statuses, and what a job's progress looks like where there is no terminal."""
+"""Exit statuses, and a job's progress output without a terminal."""
 
 import pytest
 
@@ -17,18 +17,18 @@ class Stopped(JobFailed):
         (OSError("no disk"), 2, "error: no disk\n"),
         (JobFailed("loss is NaN"), 1, "stopped: loss is NaN\n"),
         (Stopped("a stage"), 7, "stopped: a stage\n"),
-        (KeyboardInterrupt(), 130, "interrupted; go on\n"),
+        (KeyboardInterrupt(), 130, "interrupted; resume\n"),
     ],
 )
-def test_status_and_words(error, status, text, capfd):
+def test_status_and_text(error, status, text, capfd):
     def job(progress):
         raise error
 
-    assert console.run_job(job, interrupted="go on") == status
+    assert console.run_job(job, interrupted="resume") == status
     assert capfd.readouterr().err == text
 
 
-def test_plain_progress_is_a_line_now_and_then(monkeypatch, capfd):
+def test_plain_progress_prints_occasional_lines(monkeypatch, capfd):
     seconds = iter([0.0, 1.0, 11.0, 12.0, 30.0])
     monkeypatch.setattr(console.time, "perf_counter", lambda: next(seconds))
 

@@ -1,4 +1,4 @@
-"""`convert` and `inspect`: what they print of heads and EAGLE drafters, and their exit status."""
+"""`convert` and `inspect`: their output for heads and EAGLE drafters, and their exit status."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from vllm_medusa.offline.options import CompareOptions, Speculation
 
 
 def target(folder, **changes):
-    """A target of which only the shapes are told; returns its folder."""
+    """A target with only shapes; returns its folder."""
     folder.mkdir(exist_ok=True)
     config = {"hidden_size": 64, "vocab_size": 512, "num_hidden_layers": 4} | changes
     (folder / "config.json").write_text(json.dumps(config))
@@ -25,7 +25,7 @@ def target(folder, **changes):
     return folder
 
 
-def test_there_and_back(command, tmp_path):
+def test_round_trip(command, tmp_path):
     there, back = tmp_path / "v1", tmp_path / "native"
     status, out, err = command("convert", HEADS, "--to", "v1", "-o", there, "--target", TARGET)
     assert (status, err) == (0, "")
@@ -39,7 +39,7 @@ def test_there_and_back(command, tmp_path):
     assert [entry["command"][1] for entry in config["medusa"]["provenance"]] == ["convert"] * 2
 
 
-def test_inspect_says_what_it_is_and_that_it_fits(command, tmp_path):
+def test_inspect_describes_it_and_checks_that_it_fits(command, tmp_path):
     command("convert", HEADS, "--to", "native", "-o", tmp_path / "a", "--target", TARGET)
     status, out, err = command("inspect", tmp_path / "a", "--target", TARGET)
     assert (status, err) == (0, "")
@@ -62,7 +62,7 @@ def test_inspect_says_what_it_is_and_that_it_fits(command, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["native", "vllm", "v1", "tensorrt-llm"])
-def test_heads_are_no_target(command, tmp_path, form):
+def test_heads_are_not_a_target(command, tmp_path, form):
     heads = tmp_path / "heads"
     command("convert", HEADS, "--to", form, "-o", heads, "--target", TARGET)
     status, out, err = command("inspect", HEADS, "--target", heads)
@@ -111,7 +111,7 @@ def test_eagle_1(command, tmp_path):
 
 
 def test_one_that_reads_the_last_state_only(command, tmp_path):
-    """NVIDIA has such; vLLM serves their chains."""
+    """NVIDIA publishes such drafters; vLLM serves their chains."""
     last = {"eagle_config": {"use_aux_hidden_state": False}}
     drafter = Eagle3(torch.zeros(512, 64), 2 * torch.arange(200), (1, 2, 3))
     folder = drafter.save(tmp_path / "e", **last)
@@ -122,8 +122,8 @@ def test_one_that_reads_the_last_state_only(command, tmp_path):
     assert medusa_config(folder)["method"] == "eagle3"
 
 
-def test_commands_take_its_folder_for_what_it_is(tmp_path):
-    """`generate`, `compare` and the like, by `--speculative-model`."""
+def test_commands_recognize_its_folder(tmp_path):
+    """`generate`, `compare` and others, by `--speculative-model`."""
     drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (1, 2, 3)).save(tmp_path / "e")
     own = {"method": "eagle3", "model": drafter, "tree": "dynamic"}
     assert medusa_config(drafter) == own

@@ -27,7 +27,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return sorted(map(json.loads, path.read_bytes().splitlines()), key=lambda r: r["index"])
 
 
-def test_records_and_what_they_come_from(prompts, tmp_path, engine, capfd):
+def test_records_and_their_origin(prompts, tmp_path, engine, capfd):
     out = tmp_path / "r.jsonl"
     options = ("--samples", 3, "--temperature", 0.5, 1.0, "--seed", 9, "--top-p", 0.9)
     assert run("-i", prompts, "-o", out, *options, "--max-tokens", 50) == 0
@@ -35,10 +35,10 @@ def test_records_and_what_they_come_from(prompts, tmp_path, engine, capfd):
     assert bad == [] and len(records) == 21
     assert [r.request_id for r in records[1:8:2]] == ["p0#0", "p0#1", "p0#2", "1#1"]
     assert [r.temperature for r in records[1:8:2]] == [0.5, 1.0, 0.5, 1.0]
-    assert [r.index for r in records[:8]] == [0, 1, 2, 3, 4, 5, 6, 8], "two indices a text"
+    assert [r.index for r in records[:8]] == [0, 1, 2, 3, 4, 5, 6, 8], "two indices per text"
     ((settings, sampling, extra),) = engine.built
     assert settings.speculative_config is None and extra["seeded"] is True
-    assert sampling.temperature == 1.0, "engines with seeds have to know that any is above 0"
+    assert sampling.temperature == 1.0, "engines with seeds must know whether any is above 0"
     assert (sampling.max_tokens, sampling.top_p, sampling.ignore_eos) == (50, 0.9, False)
     generated = sum(r.num_generated for r in records)
     total = sum(len(r.token_ids) for r in records)
@@ -54,7 +54,7 @@ def test_records_and_what_they_come_from(prompts, tmp_path, engine, capfd):
     }
 
 
-def test_an_interrupted_job_goes_on_to_the_same_records(prompts, tmp_path, engine, capfd):
+def test_an_interrupted_job_resumes_to_the_same_records(prompts, tmp_path, engine, capfd):
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     options = ("-i", prompts, "--samples", 2, "--batch", 3)
     assert run(*options, "-o", whole) == 0
@@ -73,8 +73,8 @@ def test_an_interrupted_job_goes_on_to_the_same_records(prompts, tmp_path, engin
     assert "nothing to do" in capfd.readouterr().err and broken.read_bytes() == content
 
 
-def test_a_divided_conversation_is_whole_after_a_kill_between_its_lines(prompts, tmp_path):
-    """Without a chat template the fake engine's answers read otherwise in the next prompt."""
+def test_a_conversation_is_complete_after_a_kill_between_its_lines(prompts, tmp_path):
+    """Without a chat template, answers are tokenized differently in the next prompt."""
     out = tmp_path / "r.jsonl"
     assert run("-i", prompts, "-o", out, "--batch", 1) == 0
     whole = lines(out)
@@ -106,14 +106,16 @@ def test_contradictions_are_refused(prompts, tmp_path, options, message, engine,
 @pytest.mark.parametrize(
     ("model", "needed"), [(TARGET, "a chat template"), (None, "the target's tokenizer")]
 )
-def test_self_talk_needs_more_before_an_engine(prompts, tmp_path, engine, capfd, model, needed):
+def test_self_talk_is_checked_before_an_engine_starts(
+    prompts, tmp_path, engine, capfd, model, needed
+):
     options = ("-i", prompts, "-o", tmp_path / "r.jsonl", "--self-talk")
     assert commands.run("distill", model or tmp_path, *options) == 2
     assert f"--self-talk needs {needed}" in said(capfd)
     assert engine.built == []
 
 
-def test_self_talk_says_that_conversations_ended_early(
+def test_self_talk_reports_conversations_that_ended_early(
     prompts, tmp_path, monkeypatch, engine, capfd
 ):
     monkeypatch.setattr(distill, "_talker", lambda model: chat.tokenizer(chat.CHATML))

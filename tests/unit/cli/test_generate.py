@@ -68,7 +68,7 @@ def test_options_reach_the_engine(arguments, engine):
         ("prompts.jsonl", "prompts_sha256"),
     ],
 )
-def test_other_settings_or_files_refuse_the_output(prompts, tmp_path, change, named, capfd):
+def test_other_settings_or_files_are_refused(prompts, tmp_path, change, named, capfd):
     (tmp_path / "target").mkdir()
     (tmp_path / "target/model.safetensors").write_text("one")
     (tmp_path / "tree.json").write_text("[[0]]")
@@ -85,7 +85,7 @@ def test_other_settings_or_files_refuse_the_output(prompts, tmp_path, change, na
 
 
 @pytest.mark.parametrize("spelling", ["slash", "relative", "another place"])
-def test_the_same_checkpoints_by_other_paths_are_the_same_job(
+def test_the_same_checkpoints_under_other_paths_resume(
     prompts, tmp_path, monkeypatch, engine, capfd, spelling
 ):
     target, heads = tmp_path / "target", tmp_path / "heads"
@@ -121,13 +121,13 @@ def test_bad_lines_are_refused_or_skipped(arguments, prompts, tmp_path, engine, 
     assert sorted(r["index"] for r in records(tmp_path / "o.jsonl")) == [0, 1, 2, 3, 4, 5, 7]
 
 
-def test_a_prompt_that_the_engine_refuses(arguments, prompts, tmp_path, engine, capfd):
+def test_a_prompt_refused_by_the_engine(arguments, prompts, tmp_path, engine, capfd):
     prompts.write_text(prompts.read_text() + json.dumps({"prompt": "x" * 99}) + "\n")
     engine.limit = 20
     assert run(*arguments, "--batch", 1) == 2
     assert "line 7: the prompt has 99 tokens" in said(capfd)
     assert len(records(tmp_path / "o.jsonl")) == 6
-    for _ in range(2):  # done the second time, and still not well
+    for _ in range(2):  # finished the second time, but still with an error
         assert run(*arguments, "--batch", 1, "--on-bad-line", "skip") == 1
     assert "1 prompt could not be run" in said(capfd)
     errors = [r["error"] for r in records(tmp_path / "o.jsonl") if "error" in r]
@@ -155,7 +155,7 @@ HEADS = ["--speculative-model", "heads"]
         ([*HEADS, "--budget", "7", "--tree", "mc_sim_7b_63"], 'a static "tree" is set too'),
     ],
 )
-def test_what_can_not_work_is_refused(arguments, tmp_path, options, message, capfd):
+def test_invalid_options_are_refused(arguments, tmp_path, options, message, capfd):
     assert run(*arguments, *options) == 2
     assert message in said(capfd)
     assert not (tmp_path / "o.jsonl").exists()

@@ -35,7 +35,7 @@ def test_version_and_help_load_neither_torch_nor_vllm():
     assert done.stdout.count("usage: ") == len(lines) - 1
 
 
-def test_every_public_name_can_be_had():
+def test_every_public_name_can_be_imported():
     for name in vllm_medusa.__all__:
         assert getattr(vllm_medusa, name) is not None
     assert set(vllm_medusa.__all__) <= set(dir(vllm_medusa))
@@ -43,7 +43,7 @@ def test_every_public_name_can_be_had():
         vllm_medusa.nothing  # noqa: B018
 
 
-def test_serve_passes_everything_on_untouched(monkeypatch):
+def test_serve_passes_all_arguments_unchanged(monkeypatch):
     passed = []
     monkeypatch.setattr(serve, "run", lambda arguments: passed.append(arguments) or 0)
     with pytest.raises(SystemExit) as exit:

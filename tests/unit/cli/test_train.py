@@ -1,4 +1,4 @@
-"""`vllm-medusa train` as a user runs it: checked first, killed, gone on with, distributed."""
+"""`vllm-medusa train` as run by a user: checked first, killed, resumed, distributed."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Data = tuple[str, Path]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A target, and records of random tokens as the target would have sampled them."""
+    """A target, and records of random tokens as if sampled by the target."""
     folder = tmp_path_factory.mktemp("data")
     target = save_model(folder / "target", "Qwen2", tie_word_embeddings=True, head_dim=None)
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ def trained(data, tmp_path_factory):
     return output
 
 
-def test_what_was_held_out_stands_beside_the_heads(trained, data):
+def test_held_out_texts_are_stored_with_the_heads(trained, data):
     heldout, _ = load_records(trained / "training" / "heldout.jsonl")
     known = {record.token_ids: record for record in load_records(data[1])[0]}
     assert len(heldout) == 2
@@ -83,7 +83,7 @@ def test_what_was_held_out_stands_beside_the_heads(trained, data):
         assert record == replace(source, line=record.line)
 
 
-def test_the_heads_say_where_they_come_from(trained, data):
+def test_the_heads_state_their_origin(trained, data):
     heads, info = load_heads(trained, hidden_size=64, vocab_size=512)
     assert heads.num_heads == 2 and heads.shared_lm_head and info.dtype == torch.bfloat16
     about = json.loads((trained / "config.json").read_text())["medusa"]
@@ -97,7 +97,7 @@ def test_the_heads_say_where_they_come_from(trained, data):
     assert (trained / "training/curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_killed_while_caching_and_while_training_it_ends_the_same(data, trained, tmp_path):
+def test_a_run_killed_while_caching_and_training_ends_the_same(data, trained, tmp_path):
     output = tmp_path / "heads"
     command = arguments(data, output)
     work = output / "training/work"
@@ -114,11 +114,11 @@ def test_killed_while_caching_and_while_training_it_ends_the_same(data, trained,
     assert not work.exists()
 
 
-def test_the_same_command_again_has_nothing_to_do(data, trained, tmp_path, capsys):
+def test_repeating_a_finished_command_does_nothing(data, trained, tmp_path, capsys):
     before = (trained / "model.safetensors").stat().st_mtime_ns
     assert run(*arguments(data, trained)) == 0
     assert "nothing to do" in capsys.readouterr().err
-    other = tmp_path / "records.jsonl"  # a span that Medusa-2's loss and draft vocabularies read
+    other = tmp_path / "records.jsonl"  # a span that affects Medusa-2's loss and draft vocabularies
     other.write_text(data[1].read_text().replace("[[6, 20], ", "[[6, 20], [20, 21], "))
     for file, more, words in (
         (data[1], ("--seed", "9"), "recipe.seed was 0 and is now 9"),
@@ -155,7 +155,7 @@ def test_two_processes_train_as_one(data, trained, tmp_path):
             assert one["heldout"]["loss"] == pytest.approx(two["heldout"]["loss"], rel=1e-3)
 
 
-def test_refused_before_anything_is_made(data, tmp_path, capsys):
+def test_refused_before_anything_is_written(data, tmp_path, capsys):
     target, records = data
     full = tmp_path / "full"
     full.mkdir()
@@ -165,7 +165,7 @@ def test_refused_before_anything_is_made(data, tmp_path, capsys):
     for name, text in {
         "bad": records.read_text() + foreign + "x\n",
         "short": four.replace("END", "2"),
-        "brief": four.replace("END", "3"),
+        "quick": four.replace("END", "3"),
         "empty": "",
         "cut": records.read_text().replace('"temperature"', '"top_p": 0.9, "temperature"'),
         "foreign": foreign,
@@ -180,7 +180,7 @@ def test_refused_before_anything_is_made(data, tmp_path, capsys):
         (tmp_path / "bad", (), "line 25: token_ids[1] is 600"),
         (tmp_path / "bad", (), "line 26: not JSON"),
         (tmp_path / "short", whole, "has labels for 0 heads, but 2 are requested"),
-        (tmp_path / "brief", whole, "Train --num-heads 1"),
+        (tmp_path / "quick", whole, "Train --num-heads 1"),
         (tmp_path / "short", (), "--heldout-share 0"),
         (tmp_path / "empty", whole, "no usable records"),
         (tmp_path / "empty", (), "no usable records"),
@@ -225,16 +225,16 @@ def test_inputs_in_the_output_are_refused(data, tmp_path, capsys):
         assert sorted(output.rglob("*")) == before
 
 
-def test_data_may_go_while_training(data, tmp_path, monkeypatch):
+def test_data_may_be_deleted_while_training(data, tmp_path, monkeypatch):
     records = shutil.copy(data[1], tmp_path / "records.jsonl")
     monkeypatch.setattr(train, "draw_curves", lambda *_: Path(records).unlink())
-    brief = ("--epochs", "1", "--num-heads", "1")
-    assert run(*arguments((data[0], Path(records)), tmp_path / "heads", *brief)) == 0
+    quick = ("--epochs", "1", "--num-heads", "1")
+    assert run(*arguments((data[0], Path(records)), tmp_path / "heads", *quick)) == 0
     about = json.loads((tmp_path / "heads/config.json").read_text())["medusa"]
     assert about["provenance"][0]["data"][0]["sha256"] == digest(data[1])
 
 
-def test_what_stops_another_process_than_the_main_one_is_told(data, tmp_path, monkeypatch, capsys):
+def test_errors_of_other_processes_are_reported(data, tmp_path, monkeypatch, capsys):
     class Second(workers.Workers):
         def __init__(self, device):
             super().__init__(device)
@@ -242,14 +242,14 @@ def test_what_stops_another_process_than_the_main_one_is_told(data, tmp_path, mo
 
     monkeypatch.setattr(train, "Workers", Second)
     (tmp_path / "heads").mkdir()
-    (tmp_path / "heads/new").touch()  # by the main process, this moment
+    (tmp_path / "heads/new").touch()  # just created by the main process
     nothing = tmp_path / "none.jsonl"
     assert run(*arguments((data[0], nothing), tmp_path / "heads")) == 2
     text = said(capsys)
     assert f"error: in process 1: {nothing}: no such file" in text
 
 
-def test_states_that_are_not_finite_name_their_file(data, tmp_path, capsys):
+def test_non_finite_states_name_their_file(data, tmp_path, capsys):
     target = save_model(tmp_path / "target", "Llama")
     weights = load_file(f"{target}/model.safetensors")
     weights["model.embed_tokens.weight"][1] = float("nan")  # no other record has this token
@@ -257,11 +257,11 @@ def test_states_that_are_not_finite_name_their_file(data, tmp_path, capsys):
     bad = tmp_path / "bad.jsonl"
     line = {"token_ids": [4, 1, 5, 6, 7, 8], "generated": [[2, 6]], "temperature": 1.0}
     bad.write_text(json.dumps(line) + "\n")
-    brief = ("--num-heads", "1", "--heldout-share", "0")
-    joint = (*brief, "--method", "medusa-2", "--heldout")
+    quick = ("--num-heads", "1", "--heldout-share", "0")
+    joint = (*quick, "--method", "medusa-2", "--heldout")
     for file, more in (
-        (bad, brief),
-        (data[1], (*brief, "--heldout", str(bad))),
+        (bad, quick),
+        (data[1], (*quick, "--heldout", str(bad))),
         (data[1], (*joint, str(bad))),
         (bad, (*joint, str(data[1]))),
     ):
@@ -269,25 +269,25 @@ def test_states_that_are_not_finite_name_their_file(data, tmp_path, capsys):
         assert f"{bad}, line 1: the target's hidden" in said(capsys)
 
 
-def test_a_large_vocabularys_draft_vocabulary_is_chosen(data, tmp_path, capsys, monkeypatch):
+def test_a_draft_vocabulary_is_chosen_for_a_large_one(data, tmp_path, capsys, monkeypatch):
     for name, value in (("LARGEST", 300), ("SMALLEST", 64), ("MULTIPLE", 64)):  # of 512 tokens
         monkeypatch.setattr(draft_vocab, name, value)
-    brief = ("--num-heads", "1", "--epochs", "1", "--heads", "hydra")
-    assert run(*arguments(data, tmp_path / "few", *brief)) == 0
+    quick = ("--num-heads", "1", "--epochs", "1", "--heads", "hydra")
+    assert run(*arguments(data, tmp_path / "few", *quick)) == 0
     assert "draft vocabulary: 300 of 512 tokens" in said(capsys)
     tensors = load_file(tmp_path / "few" / "model.safetensors")
     (end,) = Target.load(data[0]).end_tokens
     assert tensors["token_map"].shape == (300,) and end in tensors["token_map"]
     assert not any(name.startswith("hydra_lm_head") for name in tensors)
-    told = json.loads((tmp_path / "few" / "config.json").read_text())["medusa"]["training"]
-    assert told["draft_vocab"]["size"] == 300
-    assert 0.3 < told["draft_vocab"]["heldout_coverage"] < told["draft_vocab"]["coverage"] < 1
-    assert run(*arguments(data, tmp_path / "all", *brief, "--draft-vocab", "0")) == 0
+    saved = json.loads((tmp_path / "few" / "config.json").read_text())["medusa"]["training"]
+    assert saved["draft_vocab"]["size"] == 300
+    assert 0.3 < saved["draft_vocab"]["heldout_coverage"] < saved["draft_vocab"]["coverage"] < 1
+    assert run(*arguments(data, tmp_path / "all", *quick, "--draft-vocab", "0")) == 0
     assert "draft vocabulary" not in said(capsys)
     assert "token_map" not in load_file(tmp_path / "all" / "model.safetensors")
 
 
-def test_a_cache_can_be_kept_bounded_and_used_again(data, tmp_path, capsys):
+def test_a_cache_can_be_kept_limited_and_reused(data, tmp_path, capsys):
     cache = ("--cache", str(tmp_path / "cache"), "--epochs", "1")
     cache += ("--num-heads", "1", "--lm-heads", "own", "--draft-vocab", "300")
     assert run(*arguments(data, tmp_path / "a", *cache, "--cache-gb", "0.0001")) == 0

@@ -56,7 +56,7 @@ def train(source: str, data: Path, output: Path, *more: str) -> int:
     return run(*command, "--output", output, "--heldout-share", "0.2", *OPTIONS, *more)
 
 
-def told(output: Path) -> dict[str, Any]:
+def config_of(output: Path) -> dict[str, Any]:
     return json.loads((output / "config.json").read_text())["medusa"]
 
 
@@ -67,13 +67,13 @@ def done(source, data, tmp_path_factory):
     return output
 
 
-def test_a_new_target_and_heads_that_know_it(source, data, done, capsys):
-    training = told(done)["training"]
-    assert told(done)["target"]["sha256"] == target_fingerprint(done / MODEL)["sha256"]
-    assert told(done)["target"]["sha256"] != target_fingerprint(source)["sha256"]
+def test_a_new_target_and_heads_for_it(source, data, done, capsys):
+    training = config_of(done)["training"]
+    assert config_of(done)["target"]["sha256"] == target_fingerprint(done / MODEL)["sha256"]
+    assert config_of(done)["target"]["sha256"] != target_fingerprint(source)["sha256"]
     assert training["joint"]["lora"]["rank"] == 4 and training["joint_steps"] > 0
     warm_up = [training[stage]["warmup_steps"] for stage in ("recipe", "joint")]
-    assert warm_up == [50, 20], "each stage has its own"
+    assert warm_up == [50, 20], "each stage has its own log"
     assert training["target"]["sha256"] == target_fingerprint(source)["sha256"]  # it came from
     assert not training["degraded"] and 0 < training["quality"]["kl"] < 0.1
     stated = json.loads((done / MODEL / "config.json").read_text())["medusa_2"]
@@ -88,9 +88,9 @@ def test_a_new_target_and_heads_that_know_it(source, data, done, capsys):
     assert "nothing to do" in capsys.readouterr().err
 
 
-def test_what_is_stated_is_measured_on_the_merged_files(source, data, done):
-    """Everything again in plain transformers, text by text."""
-    training = told(done)["training"]
+def test_reported_figures_are_measured_on_the_merged_files(source, data, done):
+    """Recompute everything in plain transformers, text by text."""
+    training = config_of(done)["training"]
     models = [
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for folder in (source, done / MODEL)
@@ -129,14 +129,15 @@ def test_what_is_stated_is_measured_on_the_merged_files(source, data, done):
     assert max(training["heldout"]["loss"]) < 5.5  # untrained heads: about log(512) = 6.2
 
 
-def test_a_degraded_target_is_kept_says_so_and_fails(source, data, tmp_path, capsys):
+def test_a_degraded_target_is_kept_and_the_command_fails(source, data, tmp_path, capsys):
     output, bounds = tmp_path / "heads", ("--max-kl", "1e-9")
     assert train(source, data, output, *bounds) == 1
     assert "degraded: KL(original || new) per token is" in said(capsys)
     assert (output / DEGRADED / "model.safetensors").exists() and not (output / MODEL).exists()
-    assert told(output)["training"]["degraded"] and len(told(output)["training"]["shortfalls"]) == 1
+    training = config_of(output)["training"]
+    assert training["degraded"] and len(training["shortfalls"]) == 1
     assert json.loads((output / DEGRADED / "config.json").read_text())["medusa_2"]["degraded"]
-    assert train(source, data, output, *bounds) == 1  # not silently done the second time, either
+    assert train(source, data, output, *bounds) == 1  # nor does the second run succeed silently
 
 
 @pytest.mark.parametrize("diverged", ["quality", "states"])
@@ -162,7 +163,7 @@ def test_a_target_that_diverged_is_kept_as_degraded(
     options = (*LOOSE, "--start-heads", str(done), "--joint-tokens", "9999")
     assert train(source, data, output, *options) == 1
     text = said(capsys)
-    training = told(output)["training"]
+    training = config_of(output)["training"]
     assert training["degraded"] and (output / DEGRADED / "model.safetensors").exists()
     stated = json.loads((output / DEGRADED / "config.json").read_text(), parse_constant=pytest.fail)
     assert stated["medusa_2"]["shortfalls"] == training["shortfalls"]
@@ -181,7 +182,7 @@ def test_given_heads_need_no_warm_up(source, data, done, tmp_path):
     assert (output / MODEL).exists() and not (output / "training" / "warm-up.jsonl").exists()
 
 
-def test_refused_before_anything_is_made(source, data, tmp_path, capsys):
+def test_refused_before_anything_is_written(source, data, tmp_path, capsys):
     for options, words in (
         (("--heldout-share", "0"), "its quality must be measured: pass --heldout"),
         (("--max-perplexity-ratio", "0.5"), "ratio: '0.5' is not allowed; use a number from 1"),
@@ -195,8 +196,8 @@ def test_refused_before_anything_is_made(source, data, tmp_path, capsys):
         assert not (tmp_path / "heads").exists()
 
 
-def test_a_target_that_is_stored_quantised_is_refused(source, data, tmp_path, capsys):
-    folder = tmp_path / "quantised"
+def test_a_quantized_target_is_refused(source, data, tmp_path, capsys):
+    folder = tmp_path / "quantized"
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4}
@@ -205,21 +206,21 @@ def test_a_target_that_is_stored_quantised_is_refused(source, data, tmp_path, ca
     assert "stored quantized" in said(capsys) and not (tmp_path / "heads").exists()
 
 
-def test_options_of_the_warm_up_reach_where_they_are_said_to(source, data, tmp_path):
+def test_options_of_the_warm_up_have_effect(source, data, tmp_path):
     output, cache = tmp_path / "heads", tmp_path / "cache"
     options = (*LOOSE, "--cache", str(cache), "--cache-gb", "0.00002", "--warmup-steps", "1")
     options += ("--epochs", "1", "--joint-tokens", "9999")
     assert train(source, data, output, *options) == 0
     files = sum(path.stat().st_size for path in cache.rglob("*.bin"))
     assert 0 < files <= 20_000
-    training = told(output)["training"]
+    training = config_of(output)["training"]
     assert training["cache_gb"] == 0.00002
     for recipe in (training["recipe"], training["joint"]):
         assert recipe["warmup_steps"] == 1
 
 
 class Syncs:
-    """Counts `os.fsync`, which every file that matters goes through, and dies at one of them."""
+    """Counts `os.fsync`, which all important files use, and dies at one of them."""
 
     def __init__(self, die_at: int = 0) -> None:
         self.count, self.die_at, self.sync = 0, die_at, os.fsync
@@ -237,7 +238,9 @@ def files(output: Path) -> dict[str, Any]:
     return {name: (output / name).read_bytes() for name in names} | dict(enumerate(log))
 
 
-def test_killed_at_any_write_it_ends_with_the_same_files(source, data, done, tmp_path, monkeypatch):
+def test_a_run_killed_at_any_write_ends_with_the_same_files(
+    source, data, done, tmp_path, monkeypatch
+):
     """From the run's settings over both stages' states to the merged model."""
     whole = Syncs()
     with monkeypatch.context() as patch:

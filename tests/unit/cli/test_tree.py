@@ -27,7 +27,7 @@ def medusa(heads: Path) -> dict[str, Any]:
     return json.loads((heads / "config.json").read_text())["medusa"]
 
 
-def test_the_tree_in_the_config_is_the_best(heads):
+def test_the_best_tree_is_in_the_config(heads):
     assert run("tree", heads, "-n", 6) == 0
     observations = Observations.load(heads)
     expected = walked_tree(observations.texts(), 6, 4)
@@ -36,7 +36,7 @@ def test_the_tree_in_the_config_is_the_best(heads):
     taus = walk_taus(observations.texts(), expected, range(1, 7))
     assert found["tree_tokens_per_step"] == [round(tau, 4) for tau in taus]
     assert found["provenance"][-1]["data"][0]["file"] == "calibration.safetensors"
-    assert found["tree"].index([1, 0]) == 2, "averages of the heads would mislead here"
+    assert found["tree"].index([1, 0]) == 2, "averages of the heads would be misleading here"
 
 
 def test_a_dry_run_changes_nothing(heads, capsys):
@@ -56,14 +56,14 @@ def test_a_dry_run_changes_nothing(heads, capsys):
         (["--output", "nowhere/tree.json"], "no folder nowhere"),
     ],
 )
-def test_what_can_not_work_is_refused(heads, capsys, arguments, message):
+def test_invalid_options_are_refused(heads, capsys, arguments, message):
     before = (heads / "config.json").read_bytes()
     assert run("tree", heads, *arguments) == 2
     assert message in said(capsys)
     assert (heads / "config.json").read_bytes() == before
 
 
-def test_only_a_tree_of_this_command_is_replaced(heads, capsys):
+def test_only_a_tree_written_by_this_command_is_replaced(heads, capsys):
     out = heads.parent / "tree.json"
     out.touch()
     assert run("tree", heads, "-n", 3, "--output", out) == 0
@@ -85,7 +85,7 @@ def test_only_a_tree_of_this_command_is_replaced(heads, capsys):
     assert len(medusa(heads)["tree"]) == 4, "unchanged"
 
 
-def test_heads_that_changed_or_were_never_calibrated(heads, capsys):
+def test_changed_or_uncalibrated_heads(heads, capsys):
     content = bytearray((heads / "model.safetensors").read_bytes())
     content[-5000] ^= 1
     (heads / "model.safetensors").write_bytes(content)

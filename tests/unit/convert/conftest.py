@@ -10,7 +10,7 @@ LAYERS_OF_TARGET = 2
 
 @pytest.fixture
 def target(tmp_path_factory):
-    """A target's folder, its LM head with 4 rows of padding; returns (folder, LM head [V, H])."""
+    """A target's folder, whose LM head has 4 padding rows; returns (folder, LM head [V, H])."""
     folder = tmp_path_factory.mktemp("target")
     generator = torch.Generator().manual_seed(3)
 
@@ -36,7 +36,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture
 def native(tmp_path):
-    """Write random heads in our own layout; returns the folder."""
+    """Write random heads in the native layout; returns the folder."""
 
     def make(name="native", config=None, **options):
         plain = random_heads(**options)
@@ -60,7 +60,7 @@ def native(tmp_path):
 
 
 def read(folder):
-    """(tensors, config) of a folder, whatever its file is called."""
+    """(tensors, config) of a folder, for any file name."""
     (path,) = (p for p in folder.iterdir() if p.suffix in (".safetensors", ".pt"))
     tensors = torch.load(path) if path.suffix == ".pt" else load_file(path)
     return tensors, json.loads((folder / "config.json").read_text())

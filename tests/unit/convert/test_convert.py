@@ -1,4 +1,4 @@
-"""Every format to every other; what formats can't express; outputs whole or absent."""
+"""Every format to every other; unsupported contents; complete or no outputs."""
 
 import json
 from pathlib import Path
@@ -44,8 +44,8 @@ def test_the_command_offers_every_format():
 
 @pytest.mark.parametrize("foreign", FOREIGN)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_there_and_back_keeps_every_bit(foreign, kind, native, target, read, tmp_path):
-    """What is added are biases of zeros and copies of an LM head."""
+def test_a_round_trip_keeps_every_bit(foreign, kind, native, target, read, tmp_path):
+    """Only zero biases and copies of an LM head are added."""
     source = native(**kind)
     before, config = read(source)
     folder, lm_head = target
@@ -74,16 +74,16 @@ def test_there_and_back_keeps_every_bit(foreign, kind, native, target, read, tmp
     assert medusa["target"] == target_fingerprint(folder)
 
 
-def test_copies_take_no_room_in_a_pickle(native, target, tmp_path):
+def test_shared_lm_heads_are_pickled_once(native, target, tmp_path):
     convert(native(num_lm_heads=0), "v1", tmp_path / "a", target=target[0])
     stored = torch.load(tmp_path / "a" / "medusa_lm_head.pt")
     copies = [stored[f"{head}.1.weight"] for head in range(3)]
     assert len({copy.data_ptr() for copy in copies}) == 1
-    assert copies[0].untyped_storage().nbytes() == 4 * VOCAB * HIDDEN  # no padding behind it
+    assert copies[0].untyped_storage().nbytes() == 4 * VOCAB * HIDDEN  # without padding
 
 
 @pytest.mark.parametrize("num_lm_heads", [0, 1])
-def test_a_token_map_goes_where_it_can(num_lm_heads, native, target, read, tmp_path):
+def test_a_token_map_is_kept_if_supported(num_lm_heads, native, target, read, tmp_path):
     token_map = torch.tensor([5, 0, 19, 7])
     options = {"num_lm_heads": num_lm_heads, "rows": 4, "token_map": token_map}
     source = native(config={"truncated_vocab_size": 4}, **options)
@@ -108,7 +108,7 @@ def test_a_token_map_goes_where_it_can(num_lm_heads, native, target, read, tmp_p
         ({}, ("v2",), "pass --target to compare"),
     ],
 )
-def test_what_would_be_lost_is_refused(options, formats, message, native, tmp_path):
+def test_lossy_conversions_are_refused(options, formats, message, native, tmp_path):
     source = native(**options)
     for foreign in formats:
         with pytest.raises(HeadsError, match=message):
@@ -117,7 +117,7 @@ def test_what_would_be_lost_is_refused(options, formats, message, native, tmp_pa
     convert(source, "native", tmp_path / "native_again")
 
 
-def test_lm_heads_that_are_the_targets_own_are_left_out_for_v2(target, read, tmp_path):
+def test_shared_lm_heads_are_omitted_for_v2(target, read, tmp_path):
     folder, lm_head = target
     plain = random_heads(2, 1)
     plain.lm_heads = [(lm_head.clone(), None)] * 2
@@ -134,7 +134,7 @@ def test_lm_heads_that_are_the_targets_own_are_left_out_for_v2(target, read, tmp
     [torch.Tensor.float, lambda w: torch.where(w == 0, -w, w)],
     ids=["float32", "negative zero"],
 )
-def test_lm_heads_equal_in_value_only_are_not_left_out(stored, target, tmp_path):
+def test_lm_heads_of_equal_value_only_are_kept(stored, target, tmp_path):
     folder, lm_head = target
     weights = load_file(folder / "model.safetensors")
     lm_head = lm_head.bfloat16()
@@ -157,7 +157,7 @@ def test_padding_rows_are_cut_for_vllm_only(native, target, read, tmp_path):
     identical(read(source)[0], read(tmp_path / "c")[0])
 
 
-def test_another_target_is_refused_or_warned_of(native, target, tmp_path):
+def test_another_target_causes_an_error_or_a_warning(native, target, tmp_path):
     folder, _ = target
     source = native(
         num_lm_heads=0,
@@ -175,7 +175,7 @@ def test_another_target_is_refused_or_warned_of(native, target, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"token_map": torch.tensor([5, VOCAB + 4])}])
-def test_a_target_that_states_no_vocabulary_needs_enough_rows(options, native, target, tmp_path):
+def test_a_target_without_a_vocabulary_size_needs_enough_rows(options, native, target, tmp_path):
     folder, _ = target
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": None}))
@@ -206,12 +206,12 @@ def test_heads_of_a_full_medusa_2_model(target, full, read, tmp_path):
     identical(random_heads(3, 1).spelled("v1"), read(tmp_path / "heads")[0])
     config = read(tmp_path / "heads")[1]
     assert "architectures" not in config
-    # the model that the heads know is the base, as itself and in the full checkpoint
+    # the base is the heads' target: by itself and in the full checkpoint
     known = config["medusa"]["target"]["sha256"]
     assert all(target_fingerprint(path)["sha256"] == known for path in (target[0], full))
 
 
-def test_an_output_is_replaced_only_on_demand_and_only_if_it_is_heads(native, read, tmp_path):
+def test_only_heads_are_replaced_and_only_with_overwrite(native, read, tmp_path):
     source, out = native(), tmp_path / "out"
     convert(source, "v1", out)
     with pytest.raises(HeadsError, match="--overwrite"):
@@ -239,11 +239,11 @@ def full(target, read, tmp_path):
     return tmp_path / "full"
 
 
-@pytest.mark.parametrize("kind", ["a model", "a full one", "heads beside it", "a config alone"])
-def test_what_is_not_heads_alone_is_never_replaced(kind, target, full, native, read, tmp_path):
+@pytest.mark.parametrize("kind", ["a model", "a full one", "with heads", "a config alone"])
+def test_other_files_are_never_replaced(kind, target, full, native, read, tmp_path):
     source, out = native(), tmp_path / "out"
     write(out / "model.safetensors", *read(full if kind == "a full one" else target[0]))
-    if kind == "heads beside it":
+    if kind == "with heads":
         write(out / "medusa_lm_head.safetensors", random_heads(3, 1).spelled("v1"), {})
     elif kind == "a config alone":
         (out / "model.safetensors").unlink()
@@ -253,8 +253,8 @@ def test_what_is_not_heads_alone_is_never_replaced(kind, target, full, native, r
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
-def test_a_kill_leaves_no_half_of_an_output(native, read, tmp_path):
-    """Killed after the tensors and before the config: the old output stands, the next run works."""
+def test_a_kill_leaves_no_partial_output(native, read, tmp_path):
+    """Killed between tensors and config: the old output remains, and the next run works."""
     source, out = native(), tmp_path / "out"
     convert(source, "v1", out)
     before, _ = read(out)

@@ -1,4 +1,4 @@
-"""EAGLE-3 drafters in every layout: the same tensors, the same layers, read as what they are."""
+"""EAGLE-3 drafters in every layout: the same tensors and layers, correctly identified."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("there", DRAFTER_FORMATS)
-def test_there_and_back_is_exact(source: str, there: str, tmp_path: Path) -> None:
+def test_a_round_trip_is_exact(source: str, there: str, tmp_path: Path) -> None:
     before = load_file(f"{source}/model.safetensors")
     convert(source, there, tmp_path / "there")
     found = inspect_eagle(tmp_path / "there")
@@ -47,20 +47,20 @@ def test_there_and_back_is_exact(source: str, there: str, tmp_path: Path) -> Non
     convert(tmp_path / "back", there, tmp_path / "there", overwrite=True)
 
 
-def test_what_each_layout_says(source: str, tmp_path: Path) -> None:
+def test_config_of_each_layout(source: str, tmp_path: Path) -> None:
     for name in DRAFTER_FORMATS:
         convert(source, name, tmp_path / name)
     assert (tmp_path / "safeailab" / "pytorch_model.bin").is_file()
     assert config_of(tmp_path / "safeailab")["architectures"] == ["LlamaForCausalLM"]
     theirs = config_of(tmp_path / "speculators")
     assert theirs["speculators_config"]["verifier"]["name_or_path"] == "owner/target"
-    assert theirs["norm_before_residual"] is False  # which is not their default
+    assert theirs["norm_before_residual"] is False  # not the default
     names = load_file(tmp_path / "speculators" / "model.safetensors")
     assert "layers.0.self_attn.q_proj.weight" in names
 
 
-def test_layers_are_numbered_as_each_reader_takes_them(source: str, tmp_path: Path) -> None:
-    """Outputs in an eagle_config whose first is 1, the same default without numbers."""
+def test_layers_are_numbered_as_each_reader_expects(source: str, tmp_path: Path) -> None:
+    """Outputs in an eagle_config whose first is 1; the same default without numbers."""
     convert(source, "specforge", tmp_path / "unknown")
     own = "eagle_aux_hidden_state_layer_ids"
     assert config_of(tmp_path / "unknown")["eagle_config"][own] == [1, 3, 4]
@@ -81,7 +81,7 @@ def test_layers_are_numbered_as_each_reader_takes_them(source: str, tmp_path: Pa
         assert named_layers(config_of(tmp_path / "n")) == layers
 
 
-def test_what_a_layout_has_no_place_for_is_refused(source: str, tmp_path: Path) -> None:
+def test_unsupported_features_of_a_layout_are_refused(source: str, tmp_path: Path) -> None:
     with pytest.raises(HeadsError, match="EAGLE drafters can be native, safeailab"):
         convert(source, "tgi", tmp_path / "new")
     config = config_of(Path(source)) | {"norm_before_residual": True}
@@ -93,8 +93,8 @@ def test_what_a_layout_has_no_place_for_is_refused(source: str, tmp_path: Path) 
     assert not (tmp_path / "new").exists()
 
 
-def test_a_map_of_a_whole_vocabulary(tmp_path: Path) -> None:
-    """SpecForge stores one always; vLLM has no place for it."""
+def test_a_map_of_the_full_vocabulary(tmp_path: Path) -> None:
+    """SpecForge always stores one; vLLM does not support it."""
     source = Eagle3(torch.zeros(512, 64), torch.arange(512), LAYERS).save(tmp_path / "source")
     found = inspect_eagle(source)
     assert not found.fits and "convert --to native" in found.checks[0].text

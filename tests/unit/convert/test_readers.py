@@ -1,4 +1,4 @@
-"""What we write, read by others: vLLM's own class, the reference's module, TGI's and TRT-LLM's."""
+"""Our output, read by others: vLLM's own class, the reference's module, TGI and TRT-LLM."""
 
 import json
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 def reference(num_heads, num_layers):
-    """The heads as the paper's code lays them out: a list of sequences, blocks and an LM head."""
+    """The heads as in the paper's code: a list of sequences, blocks and an LM head."""
     return nn.ModuleList(
         nn.Sequential(*(Block() for _ in range(num_layers)), nn.Linear(HIDDEN, VOCAB, bias=False))
         for _ in range(num_heads)
@@ -54,23 +54,23 @@ def test_the_references_module_loads_v1_strictly(
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("num_lm_heads", [3, 0])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_tgi_finds_every_name_it_asks_for(num_lm_heads, num_layers, bias, native, target, tmp_path):
+def test_tgi_finds_every_name(num_lm_heads, num_layers, bias, native, target, tmp_path):
     source = native(num_lm_heads=num_lm_heads, num_layers=num_layers, bias=bias)
     convert(source, "tgi", tmp_path / "tgi", target=target[0])
     config = json.loads((tmp_path / "tgi" / "config.json").read_text())
-    assert "architectures" not in config  # else it takes them for another speculator
+    assert "architectures" not in config  # otherwise it is read as another speculator
     assert config["medusa_num_layers"] == num_layers
-    shared = num_lm_heads == 0 and num_layers == 1  # TGI shares the target's with one layer only
-    asked = {
+    shared = num_lm_heads == 0 and num_layers == 1  # TGI shares the target's only with one layer
+    requested = {
         f"{head}.{layer}.linear.{kind}"
         for head in range(config["medusa_num_heads"])
         for layer in range(num_layers)
         for kind in ("weight", "bias")
     }
     if not shared:
-        asked |= {f"{head}.{num_layers}.weight" for head in range(3)}
+        requested |= {f"{head}.{num_layers}.weight" for head in range(3)}
     with safe_open(tmp_path / "tgi" / "medusa_lm_head.safetensors", framework="pt") as file:
-        assert set(file.keys()) == asked
+        assert set(file.keys()) == requested
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +95,10 @@ def alone(tmp_path_factory):
     ],
     ids=str,
 )
-def test_stock_vllm_loads_everything_and_computes_the_same(
+def test_stock_vllm_loads_everything_and_gives_the_same_result(
     options, alone, native, target, hidden, tmp_path
 ):
-    """vLLM's own config and model classes, without this package's plugin having a part in it."""
+    """vLLM's own config and model classes, without this package's plugin."""
     from vllm.model_executor.models.medusa import Medusa
     from vllm.transformers_utils.configs.medusa import MedusaConfig
 
@@ -113,11 +113,11 @@ def test_stock_vllm_loads_everything_and_computes_the_same(
     model = Medusa(vllm_config=SimpleNamespace(speculative_config=draft))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(float("nan"))  # what is not loaded shows
+            parameter.fill_(float("nan"))  # to detect parameters that are not loaded
         stored = load_file(tmp_path / "out" / "model.safetensors")
         loaded = model.load_weights(stored.items())
         assert len(loaded) == len(stored) - ("token_map" in stored)
-        for module in model.modules():  # as vLLM's loaders do once all weights are there
+        for module in model.modules():  # as vLLM's loaders do after loading all weights
             if hasattr(module, "quant_method"):
                 module.quant_method.process_weights_after_loading(module)
         logits = torch.stack(model.compute_logits(model(hidden)), 1)

@@ -22,7 +22,7 @@ def target(weight):
 
 
 def check(source, plain, hidden, target_lm_head, **options):
-    """Load and compare the logits with the naive forward of the tensors that were written."""
+    """Load, and compare the logits with the naive forward pass of the written tensors."""
     heads, info = load_heads(source, **{**SIZES, **options})
     logits = heads.compute_logits(heads(hidden), target(target_lm_head))
     expected = plain.logits(hidden, target_lm_head)
@@ -32,10 +32,10 @@ def check(source, plain, hidden, target_lm_head, **options):
 
 
 MAP = torch.tensor([5, 0, 19, 7])
-PUBLISHED = {  # so, beside five heads
+PUBLISHED = {  # published like this, with five heads
     "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 7
 }  # fmt: skip
-READ = [  # how random heads are stored, and the format as which they are read
+READ = [  # how random heads are stored, and the detected format
     ("v1", {"num_heads": 5}, PUBLISHED),
     ("v1", {"num_layers": 2, "bias": False}, None),
     ("v1", {"num_layers": 0}, None),
@@ -75,7 +75,7 @@ def test_every_format_is_read(format_, options, config, suffix, tmp_path, hidden
 
 
 def test_token_map_over_whole_lm_heads_picks_their_rows(tmp_path, hidden, target_lm_head):
-    """As vLLM does: rows beyond the map's length mean that the LM head is not truncated yet."""
+    """As in vLLM: rows beyond the map's length mean that the LM head is not truncated yet."""
     plain = random_heads(2, 1, lm_bias=True, token_map=MAP)
     write(tmp_path / "model.safetensors", plain.spelled("vllm"), {"vocab_size": VOCAB})
     heads, _ = load_heads(tmp_path, **SIZES)
@@ -84,7 +84,7 @@ def test_token_map_over_whole_lm_heads_picks_their_rows(tmp_path, hidden, target
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_one_lm_head_spelled_as_head_zeros(tmp_path, hidden, target_lm_head):
+def test_one_lm_head_named_as_that_of_head_0(tmp_path, hidden, target_lm_head):
     plain = random_heads(3, 1, num_lm_heads=1)
     tensors = plain.spelled("vllm")
     tensors["lm_heads.0.weight"] = tensors.pop("lm_head.weight")
@@ -143,7 +143,7 @@ def test_old_pickles_that_cannot_be_mapped(tmp_path, hidden, target_lm_head):
     check(path, plain, hidden, target_lm_head)
 
 
-# --- what is refused ---
+# --- refused checkpoints ---
 
 
 def edited(plain, style="v1", **changes):
@@ -194,7 +194,7 @@ def test_broken_checkpoints_name_the_tensor(file, changes, message, tmp_path):
         load_heads(tmp_path, **SIZES)
 
 
-def test_names_are_the_files_own(tmp_path):
+def test_errors_use_the_files_tensor_names(tmp_path):
     tensors = random_heads(2, 1).spelled("v1", "medusa_head.")
     del tensors["medusa_head.1.0.linear.bias"]
     tensors["medusa_head.0.0.gate.weight"] = torch.zeros(1)
@@ -218,7 +218,7 @@ def test_another_models_heads(tmp_path):
             load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=vocab)
 
 
-def test_padding_rows_only_where_the_config_states_the_vocabulary(tmp_path, hidden):
+def test_padding_rows_require_a_vocabulary_size(tmp_path, hidden):
     plain = random_heads(2, 1, lm_bias=True)
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"), {"vocab_size": 18})
     heads, info = load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=18)
@@ -238,13 +238,13 @@ def test_values_too_large_for_the_dtype(tmp_path):
     load_heads(tmp_path, **SIZES, dtype=torch.bfloat16)
 
 
-# --- what we write ---
+# --- writing ---
 
 
 @pytest.mark.parametrize("num_heads", [1, 3])
 @pytest.mark.parametrize("num_lm_heads", ["own", 1, 0])
 @pytest.mark.parametrize("token_map", [None, torch.tensor([4, 9, 1])])
-def test_what_is_saved_is_loaded(num_heads, num_lm_heads, token_map, tmp_path):
+def test_saved_heads_are_loaded(num_heads, num_lm_heads, token_map, tmp_path):
     count = num_heads if num_lm_heads == "own" else num_lm_heads
     heads = MedusaHeads(num_heads, 2, HIDDEN, VOCAB, True, count > 0, token_map, num_lm_heads=count)
     for parameter in heads.parameters():
@@ -273,7 +273,7 @@ def test_config_has_the_fields_of_stock_vllm(tmp_path):
     }  # fmt: skip
 
 
-def test_what_is_not_saved(tmp_path):
+def test_heads_that_cannot_be_saved(tmp_path):
     heads = MedusaHeads(2, 1, HIDDEN, VOCAB)
     for value in (object(), float("nan")):
         with pytest.raises(HeadsError, match="plain JSON"):
@@ -283,7 +283,7 @@ def test_what_is_not_saved(tmp_path):
     with pytest.raises(HeadsError, match=r"'blocks\.1\.layers\.0\.weight' holds NaN"):
         save_heads(tmp_path, heads)
     assert list(Path(tmp_path).iterdir()) == []
-    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))  # readers prefer it
+    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))  # preferred by readers
     with pytest.raises(HeadsError, match=r"already holds medusa_lm_head\.pt"):
         save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
 
@@ -302,7 +302,7 @@ def test_update_config_keeps_everything_else(tmp_path):
 
 
 def test_update_config_appends_provenance(tmp_path):
-    write(tmp_path / "medusa_lm_head.pt", random_heads().spelled("v1"))  # and no config.json
+    write(tmp_path / "medusa_lm_head.pt", random_heads().spelled("v1"))  # without config.json
     for command in ("a", "b"):
         update_config(tmp_path, provenance={"command": [command]})
     entries = [{"command": ["a"]}, {"command": ["b"]}]
@@ -312,7 +312,7 @@ def test_update_config_appends_provenance(tmp_path):
 
 
 @pytest.mark.parametrize("value", [object(), float("inf"), b"bytes"])
-def test_update_config_refuses_what_is_not_json(value, tmp_path):
+def test_update_config_refuses_non_json_values(value, tmp_path):
     save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
     before = (tmp_path / "config.json").read_bytes()
     with pytest.raises(HeadsError, match="plain JSON"):
@@ -323,8 +323,8 @@ def test_update_config_refuses_what_is_not_json(value, tmp_path):
         update_config(tmp_path / "config.json", tree=[[0]])
 
 
-def test_there_is_no_config_before_the_weights(tmp_path, monkeypatch):
-    """A run whose config.json is there is complete."""
+def test_the_config_is_written_after_the_weights(tmp_path, monkeypatch):
+    """A run with a config.json is complete."""
 
     def killed(*_):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Five heads trained and three used cost what three cost: products, memory, bytes read."""
+"""Using three of five trained heads costs as much as three: products, memory, bytes read."""
 
 import pytest
 import torch
@@ -36,8 +36,8 @@ def drafted(heads, hidden, lm_head):
 
 def test_heads_the_tree_does_not_use_cost_nothing(five_and_three, hidden, target_lm_head):
     five, three = five_and_three
-    part, _ = load_heads(five, max_heads=3, **SIZES)  # as the worker loads them
-    whole, _ = load_heads(five, **SIZES)  # as someone does who knows no tree yet
+    part, _ = load_heads(five, max_heads=3, **SIZES)  # as in the worker
+    whole, _ = load_heads(five, **SIZES)  # without knowledge of the tree
     small, _ = load_heads(three, **SIZES)
     wanted, cost = drafted(small, hidden, target_lm_head)
     assert cost > 0
@@ -49,7 +49,7 @@ def test_heads_the_tree_does_not_use_cost_nothing(five_and_three, hidden, target
     deeper = TreeTensors.from_tree(TokenTree.chain(5), torch.device("cpu"))
     with FlopCounterMode(display=False) as counter:
         draft(whole, hidden, deeper, lambda rows: F.linear(rows, target_lm_head))
-    assert counter.get_total_flops() * 3 == cost * 5  # the counter counts
+    assert counter.get_total_flops() * 3 == cost * 5  # checks the counter itself
 
 
 def test_other_heads_tensors_are_not_read(five_and_three, monkeypatch):

@@ -54,7 +54,7 @@ def written(content):
         ("notes.txt", written(b""), r"none of medusa_lm_head\.safetensors, .*only notes\.txt"),
     ],
 )
-def test_what_is_no_file_of_heads_is_refused_and_runs_no_code(name, put, message, tmp_path):
+def test_other_files_are_refused_and_run_no_code(name, put, message, tmp_path):
     put(tmp_path / name)
     with pytest.raises(HeadsError, match=message):
         peek_heads(tmp_path)
@@ -67,14 +67,14 @@ def test_neither_path_nor_hub_name(source):
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_config_that_is_none(text, tmp_path):
+def test_invalid_configs(text, tmp_path):
     write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(HeadsError, match=r"config\.json .*JSON"):
         peek_heads(tmp_path)
 
 
-def test_indices_that_lie(tmp_path):
+def test_invalid_indices(tmp_path):
     tensors = random_heads(2, 1).spelled("v1", "medusa_head.")
     index = "model.safetensors.index.json"
     write_sharded(tmp_path, {"a.safetensors": tensors}, index)
@@ -94,8 +94,8 @@ def test_indices_that_lie(tmp_path):
             peek_heads(tmp_path)
 
 
-def test_peeking_reads_no_weight(tmp_path, monkeypatch):
-    """A header is enough: no safetensors weight is read, and pickles are memory-mapped."""
+def test_reading_the_config_reads_no_weight(tmp_path, monkeypatch):
+    """A header is enough: no safetensors weights are read, and pickles are memory-mapped."""
     write(tmp_path / "st" / "model.safetensors", random_heads(2, 1).spelled("vllm"))
     write(tmp_path / "pt" / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
 
@@ -127,10 +127,10 @@ class Hub:
     """A fake hub that serves a folder, file by file, and records requests."""
 
     def __init__(self, repository, cache):
-        self.repository, self.cache, self.asked = repository, cache, []
+        self.repository, self.cache, self.requested = repository, cache, []
 
     def __call__(self, name, *, revision, allow_patterns):
-        self.asked.append((name, revision))
+        self.requested.append((name, revision))
         for pattern in allow_patterns:
             source = self.repository / pattern
             if source.is_file():
@@ -148,12 +148,12 @@ def test_hub_names_download_only_what_the_heads_need(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     info = peek_heads("someone/medusa-7b", revision="v3")
     assert (info.format, info.num_heads) == ("full", 2)
-    assert set(hub.asked) == {("someone/medusa-7b", "v3")}
+    assert set(hub.requested) == {("someone/medusa-7b", "v3")}
     downloaded = {path.name for path in cache.iterdir()}
     assert downloaded == {"config.json", "pytorch_model.bin.index.json", "big-2.bin"}
 
 
-def test_the_heads_alone_are_asked_for_first(tmp_path, monkeypatch):
+def test_the_heads_are_requested_first(tmp_path, monkeypatch):
     tensors = random_heads(2, 1).spelled("v1")
     for name in ("medusa_lm_head.pt", "medusa_lm_head.safetensors", "model.safetensors"):
         write(tmp_path / "repository" / name, tensors)
@@ -163,7 +163,7 @@ def test_the_heads_alone_are_asked_for_first(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["medusa_lm_head.safetensors"]
 
 
-def test_offline_says_so(tmp_path, monkeypatch):
+def test_offline_mode_is_reported(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -1,4 +1,4 @@
-"""The same weights have the same fingerprint however they are stored, others another one."""
+"""The same weights have the same fingerprint in any storage; other weights have another."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_files_and_formats_do_not_matter(plain, tmp_path):
     assert digest(str(tmp_path / "b")) == plain
 
 
-def test_what_does_not_change_the_model_does_not_matter(plain, tmp_path):
+def test_irrelevant_differences_do_not_matter(plain, tmp_path):
     config = {key: CONFIG[key] for key in ("hidden_size", "vocab_size")}
     assert digest(saved(tmp_path / "a", weights(), config=config | {"dtype": "bfloat16"})) == plain
     (tmp_path / "a" / "config.json").unlink()
@@ -86,7 +86,7 @@ def test_what_does_not_change_the_model_does_not_matter(plain, tmp_path):
     assert digest(saved(tmp_path / "e", renamed)) == plain
 
 
-def test_tied_embeddings_are_the_same_stored_once_or_twice(tmp_path):
+def test_tied_embeddings_may_be_stored_once_or_twice(tmp_path):
     tied = weights()
     tied["lm_head.weight"] = tied["model.embed_tokens.weight"]
     both = digest(saved(tmp_path / "a", tied, "pytorch_model.bin"))
@@ -96,14 +96,14 @@ def test_tied_embeddings_are_the_same_stored_once_or_twice(tmp_path):
 
 
 @pytest.mark.parametrize("name", weights())
-def test_any_tensor_that_was_trained_shows(name, plain, tmp_path):
-    """A step of training moves nearly all values of a tensor, if only by a rounding each."""
+def test_any_trained_tensor_changes_it(name, plain, tmp_path):
+    """A training step changes nearly all values of a tensor, at least by rounding."""
     tuned = weights()
     tuned[name] = (tuned[name].float() * 1.01).to(torch.bfloat16)
     assert digest(saved(tmp_path / "a", tuned)) != plain
 
 
-def test_layers_in_another_order_show(plain, tmp_path):
+def test_the_order_of_layers_changes_it(plain, tmp_path):
     swapped = {
         name.replace(".0.", ".x.").replace(".1.", ".0.").replace(".x.", ".1."): tensor
         for name, tensor in weights().items()
@@ -111,7 +111,7 @@ def test_layers_in_another_order_show(plain, tmp_path):
     assert digest(saved(tmp_path / "a", swapped)) != plain
 
 
-def test_the_target_stored_again_is_the_same(tmp_path):
+def test_a_target_saved_again_is_the_same(tmp_path):
     tensors = load_file(f"{TARGET}/model.safetensors")
     twice = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     config = json.loads(Path(TARGET, "config.json").read_text())
@@ -119,7 +119,7 @@ def test_the_target_stored_again_is_the_same(tmp_path):
     assert target_fingerprint(tmp_path) == target_fingerprint(TARGET)
     assert target_fingerprint(TARGET) == {
         "sha256": "2fbae0fcfc51a0968b6fbc57bd22c27c9dc3f9e524c1f53a91375df0719c1ac1",
-        "scheme": 1,  # another digest of the same weights needs another scheme
+        "scheme": 1,  # a new digest for the same weights needs a new scheme
         "architecture": "LlamaForCausalLM",
         "hidden_size": 256,
         "vocab_size": 4096,
@@ -128,7 +128,7 @@ def test_the_target_stored_again_is_the_same(tmp_path):
     }
 
 
-def test_of_many_experts_the_first_four_of_each_layer_are_read(plain, tmp_path):
+def test_only_four_experts_per_layer_are_read(plain, tmp_path):
     def digest_with(changed):
         experts = {
             f"model.layers.{i}.mlp.experts.{e}.up.weight": torch.full((2, 3), i + e + 0.5)
@@ -157,7 +157,7 @@ def test_a_hub_name_is_looked_up_in_the_cache_only(plain, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("what", ["nothing", "no weights", "no folder", "a shard is missing"])
-def test_what_has_no_weights_is_refused(what, tmp_path):
+def test_a_folder_without_weights_is_refused(what, tmp_path):
     folder = tmp_path / "target"
     if what == "a shard is missing":
         sharded(folder, weights(), "model", "safetensors")
@@ -172,7 +172,7 @@ def test_what_has_no_weights_is_refused(what, tmp_path):
 
 @pytest.fixture
 def heads(tmp_path):
-    """Heads made for the plain target; ``changes`` are made to the fingerprint they carry."""
+    """Heads for the plain target; ``changes`` apply to their stored fingerprint."""
 
     def make(target=None, **changes):
         folder = tmp_path / "heads"
@@ -198,7 +198,7 @@ def test_match(heads, tmp_path):
     assert "fine-tune" in other.warning
 
 
-def test_what_can_not_be_compared_is_said(heads, tmp_path, monkeypatch):
+def test_failed_comparisons_are_reported(heads, tmp_path, monkeypatch):
     target = saved(tmp_path / "target", weights())
     for info, place, words, options in (
         (heads(target, scheme=99), target, "another version", {}),
@@ -210,8 +210,8 @@ def test_what_can_not_be_compared_is_said(heads, tmp_path, monkeypatch):
         assert words in match.warning
     packed = weights() | {"model.layers.0.mlp.up_proj.qweight": torch.ones(8, 8).int()}
     config = CONFIG | {"quantization_config": {"quant_method": "gptq"}}
-    quantised = saved(tmp_path / "quantised", packed, config=config)
-    match = match_target(heads(target), quantised)
+    quantized = saved(tmp_path / "quantized", packed, config=config)
+    match = match_target(heads(target), quantized)
     assert match.verdict == "unknown"
     assert "quantized by gptq" in match.warning
-    assert match_target(heads(quantised), quantised).verdict == "same"
+    assert match_target(heads(quantized), quantized).verdict == "same"

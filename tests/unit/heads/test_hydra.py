@@ -34,7 +34,7 @@ MAP = torch.tensor([7, 0, 49, 12, 30])
 
 @pytest.mark.parametrize("token_map", [None, MAP])
 @pytest.mark.parametrize("own", [False, True])
-def test_every_head_of_a_path_is_the_definitions(own, token_map):
+def test_every_head_equals_the_definition(own, token_map):
     heads, (embedding, lm_head) = make(own=own, token_map=token_map), shared()
     heads.use_target_embedding(embedding)
     states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -54,7 +54,7 @@ def test_every_head_of_a_path_is_the_definitions(own, token_map):
             torch.testing.assert_close(one[0], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_untrained_heads_say_what_the_target_says():
+def test_untrained_heads_predict_what_the_target_predicts():
     heads, (embedding, lm_head) = HydraHeads(K, 2, HIDDEN, VOCAB, num_lm_heads=0), shared()
     heads.use_target_embedding(embedding)
     states = torch.randn(2, HIDDEN)
@@ -66,7 +66,7 @@ def test_untrained_heads_say_what_the_target_says():
 
 @pytest.mark.parametrize("token_map", [None, MAP])
 @pytest.mark.parametrize("own", [False, True])
-def test_files_keep_every_bit(tmp_path, own, token_map):
+def test_saving_keeps_every_bit(tmp_path, own, token_map):
     heads = make(own=own, token_map=token_map)
     save_heads(tmp_path, heads, {"tree": [[0], [0, 0]], "base_model_name_or_path": "x"})
     info = peek_heads(tmp_path)
@@ -86,7 +86,7 @@ def test_files_keep_every_bit(tmp_path, own, token_map):
 
 
 def reference(tmp_path, **changes):
-    """As the reference writes them: a pickle of names behind a prefix."""
+    """In the reference's format: a pickle with prefixed names."""
     tmp_path.mkdir(exist_ok=True)
     save_heads(tmp_path / "own", make(own=True))
     tensors = load_file(tmp_path / "own" / "model.safetensors")
@@ -122,7 +122,7 @@ def test_the_references_file_is_read(tmp_path):
         ({"model.norm.weight": torch.ones(4)}, "unexpected 'model.norm.weight'"),
     ],
 )
-def test_what_can_not_be_used_is_named(tmp_path, change, reason):
+def test_unsupported_files_are_named(tmp_path, change, reason):
     with pytest.raises(HeadsError, match=reason):
         load_heads(reference(tmp_path, **change), hidden_size=HIDDEN, vocab_size=VOCAB)
 

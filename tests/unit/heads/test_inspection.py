@@ -12,7 +12,7 @@ from vllm_medusa.heads.inspection import inspect_heads
 
 @pytest.fixture
 def target(tmp_path):
-    """Write a target; ``changes`` are made to its config."""
+    """Write a target; ``changes`` apply to its config."""
 
     def make(name="target", **changes):
         tensors = {
@@ -119,7 +119,7 @@ def test_trees(tree, verdict, words, tmp_path):
     assert inspect_heads(tmp_path).fits is (verdict == "fits")
 
 
-def test_what_holds_no_heads(tmp_path, target):
+def test_folders_without_heads(tmp_path, target):
     folder = target()
     with pytest.raises(HeadsError, match="no Medusa head"):
         inspect_heads(folder)

@@ -81,7 +81,7 @@ def test_a_truncated_vocabulary_scores_its_own_tokens_only(hidden, target_lm_hea
     assert own.lm_head_bias[0].tolist() == [3, 17, 5]
 
 
-def test_every_head_learns_on_its_own(hidden):
+def test_every_head_is_trained_independently(hidden):
     heads = randomize(MedusaHeads(3, 2, HIDDEN, VOCAB))
     heads.compute_logits(heads(hidden))[:, 1].sum().backward()
     for parameter in heads.parameters():

@@ -1,4 +1,4 @@
-"""Packed heads give the logits of the heads they were made from."""
+"""Packed heads give the logits of the original heads."""
 
 from copy import deepcopy
 from functools import partial
@@ -38,9 +38,9 @@ def random_heads(num_layers: int, num_lm_heads: int, bias: bool, mapped: bool) -
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_lm_heads", [0, 1, 3])
 @pytest.mark.parametrize("num_layers", [0, 1, 3])
-def test_equal_to_the_heads(num_layers, num_lm_heads, bias, mapped):
+def test_equals_the_heads(num_layers, num_lm_heads, bias, mapped):
     heads = random_heads(num_layers, num_lm_heads, bias, mapped)
-    target = torch.randn(VOCAB + 3, HIDDEN)  # three rows of padding
+    target = torch.randn(VOCAB + 3, HIDDEN)  # three padding rows
     hidden = torch.randn(5, HIDDEN)
 
     wanted = heads.compute_logits(heads(hidden), lambda rows: rows @ target.T)
@@ -48,7 +48,7 @@ def test_equal_to_the_heads(num_layers, num_lm_heads, bias, mapped):
         heads.store_lm_head(target[heads.token_map])
     packed = PackedHeads(heads, torch_linear)
     with torch.no_grad():
-        for parameter in heads.parameters():  # packed weights are copies, so this must not show
+        for parameter in heads.parameters():  # packed weights are copies: no effect
             parameter.fill_(float("nan"))
     found = packed.compute_logits(packed(hidden, 3), lambda rows: rows @ target.T)
 
@@ -77,7 +77,7 @@ def test_rows_of_stored_lm_heads(num_lm_heads, mapped):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_refuses_what_was_not_packed():
+def test_refuses_unpacked_heads():
     packed = PackedHeads(random_heads(1, 0, True, False), torch_linear)
     with pytest.raises(HeadsError, match="pass lm_head"):
         packed.compute_logits(packed(torch.zeros(1, HIDDEN)))

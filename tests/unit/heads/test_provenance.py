@@ -6,7 +6,7 @@ import vllm_medusa
 from vllm_medusa.heads.provenance import provenance
 
 
-def test_an_entry_says_what_made_the_heads(tmp_path, monkeypatch):
+def test_an_entry_states_the_origin_of_the_heads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "b.jsonl").write_bytes(b"two")

@@ -19,7 +19,7 @@ def test_moves_by_hand():
     assert dst.tolist() == [[21, 22], [8, 7], [3, 3]]
 
 
-def test_a_batch_cut_below_the_tree_s_depth():
+def test_a_batch_truncated_below_the_tree_s_depth():
     src, dst = accepted_moves(
         torch.tensor([[5, 6]]), torch.tensor([[0, 1, 1, 1]]), torch.tensor([1])
     )
@@ -32,8 +32,8 @@ def test_a_batch_cut_below_the_tree_s_depth():
     last=st.lists(st.integers(0, TREE.num_nodes - 1), min_size=1, max_size=5),
     layout=st.sampled_from(["flat", "token_major", "transposed"]),
 )
-def test_paths_close_up_and_nothing_else_changes(seed, last, layout):
-    """Scattered slots, other requests' slots in between; every layout a cache may have."""
+def test_paths_become_contiguous_and_nothing_else_changes(seed, last, layout):
+    """Scattered slots, with other requests' slots in between; every layout of a cache."""
     torch.manual_seed(seed)
     batch, n, size = len(last), TREE.num_nodes, 8
     blocks = batch + 3
@@ -67,7 +67,7 @@ def test_paths_close_up_and_nothing_else_changes(seed, last, layout):
 def test_control_writing_while_reading_would_differ():
     """Depth 1 is read from node 1's slot after it would have been overwritten."""
     slots = torch.arange(4)[None]
-    # Not a path of a parents-first tree, but it shows that the copy is simultaneous.
+    # Not a path of a parents-first tree, but it shows that all reads come first.
     src, dst = accepted_moves(slots, torch.tensor([[0, 2, 1]]), torch.tensor([2]))
     cache = torch.arange(4.0)[:, None]
     one_by_one = cache.clone()

@@ -1,4 +1,4 @@
-"""Compaction in one launch against layer by layer in torch, through the interpreter or on a GPU.
+"""Compaction in one launch against layer by layer in torch, interpreted or on a GPU.
 
 Whole memories are compared, byte for byte: gaps between layers, padding, other requests' slots.
 """
@@ -21,14 +21,14 @@ LAYOUTS = {
     "tokens first": (lambda n, b: (2, n, b, HEADS, SIZE), (0, 1, 2, 3, 4), (1, 2)),
     "block first": (lambda n, b: (n, 2, b, HEADS, SIZE), (0, 1, 2, 3, 4), (0, 2)),
     "heads first": (lambda n, b: (2, n, HEADS, b, SIZE), (0, 1, 3, 2, 4), (1, 2)),
-    "keys and values in a row": (lambda n, b: (n, HEADS, b, 2 * SIZE), (0, 1, 2, 3), (0, 2)),
+    "keys and values adjacent": (lambda n, b: (n, HEADS, b, 2 * SIZE), (0, 1, 2, 3), (0, 2)),
     "keys transposed": (lambda n, b: (n, HEADS, SIZE, b), (0, 1, 2, 3), (0, -1)),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8]
 
 
 class Memory:
-    """Layers in one piece of random bytes (NaN and all), each off by some elements."""
+    """Layers in one buffer of random bytes (including NaN), each offset by some elements."""
 
     def __init__(self, layout: str, dtype: torch.dtype, layers: int, blocks: int, size: int):
         shape, order, self.dims = LAYOUTS[layout]
@@ -44,14 +44,14 @@ class Memory:
 
 
 def random_paths(rng: random.Random, nodes: int, columns: int) -> tuple[list[int], int]:
-    """A path through a tree of this many nodes: rising node indices from the root."""
+    """A path through a tree of this many nodes: ascending node indices from the root."""
     depth = rng.randint(0, min(nodes, columns) - 1)
     path = [0, *sorted(rng.sample(range(1, nodes), depth))]
     return path + [path[-1]] * (columns - len(path)), depth
 
 
 class Cases:
-    """What both the interpreter and a GPU must pass."""
+    """Cases for both the interpreter and a GPU."""
 
     device: str
 
@@ -74,7 +74,7 @@ class Cases:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_layouts_and_dtypes(self, layout, dtype):
-        """Scattered slots, other requests' in between; some requests accept nothing."""
+        """Scattered slots, with others in between; some requests accept nothing."""
         moved = 0
         for seed in range(4):
             torch.manual_seed(seed)
@@ -107,8 +107,8 @@ class Cases:
         after = self.check(memory, slots, path[None, :columns], count)
         assert torch.equal(after, memory.bytes) == (nodes <= 2)
 
-    def test_downwards_would_be_seen(self):
-        """Negative control for the order of depths: the overlapping case tells it."""
+    def test_descending_order_is_detected(self):
+        """Negative control for the order of depths: the overlapping case detects it."""
         slots, path = torch.arange(6), [0, 2, 3, 4, 5]
         cache = torch.arange(6.0)
         rising, falling = cache.clone(), cache.clone()
@@ -131,7 +131,7 @@ class Cases:
             self.check(memory, slots, nodes, torch.tensor([3, 3]))
 
     def test_padding_and_rejected_nodes_are_not_followed(self):
-        """Slots and nodes that no accepted node has may be anything at all."""
+        """Slots and nodes without an accepted node may be arbitrary."""
         torch.manual_seed(0)
         slots = torch.tensor([[5, 9, 7, -1, 10**12], [-1, -1, -1, -1, -1]])
         nodes = torch.tensor([[0, 2, 10**9], [-5, -5, -5]])
@@ -146,7 +146,7 @@ class Cases:
         assert torch.equal(actual.cpu(), expected)
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="runs in a process whose Triton interprets, see below")
+@pytest.mark.skipif(not INTERPRETING, reason="runs in a process that interprets Triton, see below")
 class TestInterpreted(Cases):
     device = "cpu"
 
@@ -184,7 +184,7 @@ class TestOnGpu(Cases):
         assert cache.flatten()[:5].tolist() == [0, 3, 7, 3, 4]
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
+@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
 def test_in_a_process_that_interprets():
     run_interpreting(__file__, "TestInterpreted")
 

@@ -8,7 +8,7 @@ from vllm_medusa.kv.layers import LayerCaches, compact_layers
 @pytest.mark.parametrize(
     ("shape", "order", "dims", "outer", "run"),
     [
-        # all of bfloat16: a word is 4 of them where runs and strides allow it
+        # all of bfloat16: a word is 4 elements where runs and strides allow it
         ((9, 4, 2, 8), (0, 1, 2, 3), (0, 1), ((1, 0), (1, 0)), 4),
         ((2, 9, 4, 2, 8), (0, 1, 2, 3, 4), (1, 2), ((1, 0), (2, 144)), 4),
         ((9, 2, 4, 2, 8), (0, 1, 2, 3, 4), (0, 2), ((1, 0), (2, 16)), 4),
@@ -19,7 +19,7 @@ from vllm_medusa.kv.layers import LayerCaches, compact_layers
         ((36, 1, 3), (0, 1, 2), 0, ((1, 0), (1, 0)), 3),
     ],
 )
-def test_a_slot_as_runs(shape, order, dims, outer, run):
+def test_slots_as_contiguous_runs(shape, order, dims, outer, run):
     memory = torch.zeros([shape[i] for i in order], dtype=torch.bfloat16)
     cache = memory.permute([order.index(i) for i in range(len(order))])
     assert cache.shape == shape
@@ -28,7 +28,7 @@ def test_a_slot_as_runs(shape, order, dims, outer, run):
     assert layers.addresses.tolist() == [c.data_ptr() for c in layers.caches]
 
 
-def test_words_are_as_wide_as_every_address_and_stride_allows():
+def test_words_are_as_wide_as_alignment_allows():
     memory = torch.zeros(8 + 9 * 16, dtype=torch.bfloat16)
     for start, length, word in ((0, 16, torch.int64), (2, 16, torch.int32), (1, 16, torch.int16)):
         cache = memory[start : start + 9 * length].view(9, length)
@@ -51,7 +51,7 @@ def test_refused():
         LayerCaches.of([scattered], (0, 1))
 
 
-def test_every_layer_moves_like_one():
+def test_all_layers_move_alike():
     torch.manual_seed(0)
     caches = [torch.randn(2, 6, 4, 3) for _ in range(3)]
     slots = torch.randperm(24)[:14].view(2, 7)

@@ -15,7 +15,7 @@ def numbered(start: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])
 def test_all_layers_are_moved_once(isa):
-    """A cache that two layers share and one of another form, too; 22 -> 21, 25 -> 22, 96 -> 98."""
+    """A cache shared by two layers, and one of another shape; 22 -> 21, 25 -> 22, 96 -> 98."""
     caches = [numbered(), numbered(7), numbered(9).view(4, 1, 32, 128)]
     expected = torch.arange(4 * 32)
     expected[[21, 22, 98]] = torch.tensor([22, 25, 96])
@@ -29,11 +29,11 @@ def test_all_layers_are_moved_once(isa):
             assert torch.equal(found, wanted)
 
 
-def test_nothing_is_asked_of_caches_when_no_token_moves():
+def test_caches_are_not_accessed_if_no_token_moves():
     def never():
         raise AssertionError
         yield
 
     compact_packed(never(), SLOTS, NODES[2:].expand(3, -1), torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(AssertionError):  # the control
+    with pytest.raises(AssertionError):  # negative control
         compact_packed(never(), SLOTS, NODES, ACCEPTED)

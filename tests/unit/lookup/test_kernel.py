@@ -1,4 +1,4 @@
-"""The kernels against their twins in torch, bit for bit; interpreted here and compiled on a GPU."""
+"""The kernels against their twins in torch, bit for bit; interpreted here, compiled on a GPU."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from vllm_medusa.lookup import search
 from vllm_medusa.lookup.search import MAX_MATCH
 from vllm_medusa.tree.drafts import FROM_BOTH, DraftTrees
 
-OUTSIDE = -7  # what lies behind a text
+OUTSIDE = -7  # padding after a text
 
 
 def table(texts: list[Tensor], width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Texts as rows of a longer table, in the order of their slots: table, slots, lengths."""
+    """Texts as rows of a longer table, in slot order: table, slots, lengths."""
     slots = torch.randperm(len(texts) + 3)[: len(texts)]
     rows = torch.full((len(texts) + 3, width + 5), OUTSIDE, dtype=torch.int32)
     for slot, text in zip(slots.tolist(), texts, strict=True):
@@ -25,7 +25,7 @@ def table(texts: list[Tensor], width: int) -> tuple[Tensor, Tensor, Tensor]:
 def trees_and_chains(
     seed: int, batch: int, nodes: int, size: int
 ) -> tuple[DraftTrees, Tensor, Tensor]:
-    """Few tokens and few values, so that chains follow paths and survivals tie; some padding."""
+    """Few tokens and values, so that chains follow paths and survivals tie; some padding."""
     gen = torch.Generator().manual_seed(seed)
     parents = torch.full((batch, nodes), -1)
     for node in range(1, nodes):
@@ -44,7 +44,7 @@ def trees_and_chains(
 
 
 class Cases:
-    """What both the interpreter and a GPU must pass."""
+    """Cases for both the interpreter and a GPU."""
 
     device: str
 
@@ -61,14 +61,14 @@ class Cases:
         for function in (self.kernel.continuations, search.continuations):
             matched, found = function(*moved, count)
             assert matched.tolist() == expected[0].tolist()
-            agree = expected[0] > 0  # else any tokens may be given
+            agree = expected[0] > 0  # otherwise tokens are arbitrary
             assert found.cpu()[agree].tolist() == expected[1][agree].tolist()
         return matched
 
     @pytest.mark.parametrize("block", [16, 64, 4096])
     @pytest.mark.parametrize("vocab", [1, 2, 5, 1000])
     def test_random_texts(self, monkeypatch, block, vocab):
-        """Of every length, some that end as they went on before, at the edges of blocks too."""
+        """Of every length, some whose end repeats earlier text, also at block edges."""
         monkeypatch.setattr(self.kernel, "_BLOCK", block)
         torch.manual_seed(vocab)
         texts = [torch.randint(0, vocab, (n,)) for n in (1, 2, 3, 15, 16, 17, 33, 64, 65, 150)]
@@ -83,7 +83,7 @@ class Cases:
         for width in (1, 2, 40):
             self.check([torch.arange(width) % 4], width, 7)
 
-    def test_a_wrong_slot_is_seen(self):
+    def test_a_wrong_slot_is_detected(self):
         """Negative control."""
         rows, slots, lengths = table([torch.tensor([1, 2, 3, 1, 2]), torch.arange(5)], 5)
         moved = [each.to(self.device) for each in (rows, slots.flip(0), lengths)]
@@ -106,7 +106,7 @@ class Cases:
             shared += int((expected.source == FROM_BOTH).sum())
         assert shared or nodes < 10
 
-    def test_another_token_of_a_chain_is_seen(self):
+    def test_another_token_of_a_chain_is_detected(self):
         """Negative control."""
         trees, chain, surer = trees_and_chains(0, 3, 10, 9)
         found = self.joined(trees, chain, surer, 5)
@@ -114,7 +114,7 @@ class Cases:
         assert not torch.equal(found.token_ids, wrong.token_ids)
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="runs in a process whose Triton interprets, see below")
+@pytest.mark.skipif(not INTERPRETING, reason="runs in a process that interprets Triton, see below")
 class TestInterpreted(Cases):
     device = "cpu"
 
@@ -132,7 +132,7 @@ class TestOnGpu(Cases):
         self.check([*texts, torch.zeros(32_000, dtype=torch.int64)], 32_000, 63)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
+@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
 def test_in_a_process_that_interprets():
     run_interpreting(__file__, "TestInterpreted")
 

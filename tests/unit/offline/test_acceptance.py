@@ -7,7 +7,7 @@ from vllm_medusa.offline.acceptance import Acceptance
 steps = st.lists(st.integers(1, 6), min_size=1)
 
 
-def test_the_prefill_step_is_no_verification():
+def test_the_prefill_step_is_not_a_verification():
     acceptance = Acceptance.of([1, 3, 1, 2, 3])
     assert acceptance.histogram == (1, 1, 2)
     assert (acceptance.steps, acceptance.accepted) == (4, 5)

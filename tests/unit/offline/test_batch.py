@@ -14,7 +14,7 @@ def by_index(results: list[Result]) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 64])
-def test_every_prompt_once_and_never_more_at_a_time(concurrency):
+def test_every_prompt_runs_once_within_the_batch_size(concurrency):
     engine = FakeEngine()
     results = list(run_batch(PROMPTS, engine, concurrency=concurrency, seed=4))
     assert sorted(r.prompt.index for r in results) == list(range(20))
@@ -23,7 +23,7 @@ def test_every_prompt_once_and_never_more_at_a_time(concurrency):
     assert by_index(results) == by_index(alone)
 
 
-def test_a_seed_belongs_to_the_prompt_and_not_to_the_order():
+def test_seeds_depend_on_the_prompt_not_on_the_order():
     whole = by_index(list(run_batch(PROMPTS, FakeEngine(), concurrency=4, seed=9)))
     rest = by_index(list(run_batch(PROMPTS[7:], FakeEngine(), concurrency=4, seed=9)))
     assert rest == {i: whole[i] for i in range(7, 20)}
@@ -34,7 +34,7 @@ def test_a_seed_belongs_to_the_prompt_and_not_to_the_order():
     assert other != whole
 
 
-def test_prompts_are_read_only_as_they_are_needed():
+def test_prompts_are_read_lazily():
     taken = []
 
     def source():
@@ -47,7 +47,7 @@ def test_prompts_are_read_only_as_they_are_needed():
     assert len(taken) <= 2
 
 
-def test_acceptance_comes_from_the_steps():
+def test_acceptance_is_computed_from_the_steps():
     engine = FakeEngine(max_tokens=1, step_sizes=(3,))
     engine.submit = lambda key, prompt, seed, options: (
         engine.active.update({key: list(range(8))}),
@@ -68,7 +68,7 @@ def test_acceptance_comes_from_the_steps():
     assert "turns" not in record
 
 
-def test_without_a_chat_template_turns_are_joined_as_they_are():
+def test_without_a_chat_template_turns_are_concatenated():
     engine = FakeEngine()
     prompt = Prompt(0, 1, "c", turns=("Say. ", " More. ", " Again."))
     (result,) = run_batch([prompt], engine, concurrency=4, seed=1)
@@ -92,7 +92,7 @@ def test_with_a_chat_template_the_conversation_is_rendered():
     assert bytes(last).decode() == f"[system]S[user]A[assistant]{answer}[user]B"
 
 
-def test_a_refused_turn_keeps_the_answers_before_it():
+def test_a_refused_turn_keeps_earlier_answers():
     engine = FakeEngine(longest_prompt=60)
     prompt = Prompt(0, 1, "c", turns=("Say.", "x" * 80))
     (result,) = run_batch([prompt], engine, concurrency=1)

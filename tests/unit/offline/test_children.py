@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 from support import jobs
-from support.told import Told
+from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.job import JobFailed
 from vllm_medusa.offline.children import run_in_process
@@ -43,31 +43,31 @@ def log(tmp_path):
 
 @pytest.fixture
 def running(tmp_path, log):
-    """A process that runs a job that sleeps, and the job's process id."""
-    told = tmp_path / "pid"
+    """A process that runs a sleeping job, and the job's process id."""
+    file = tmp_path / "pid"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen([sys.executable, "-c", PARENT, str(told), str(log)], env=environment)
-    wait_for(lambda: told.exists() and told.read_text())
-    return process, int(told.read_text())
+    process = subprocess.Popen([sys.executable, "-c", PARENT, str(file), str(log)], env=environment)
+    wait_for(lambda: file.exists() and file.read_text())
+    return process, int(file.read_text())
 
 
-def test_a_job_gets_options_and_gives_its_result_back(log):
-    told = Told()
-    options, command, pid = run_in_process(jobs.tell, {"a": 1}, told, log=log, command=["b"])
+def test_a_job_gets_options_and_returns_a_result(log):
+    progress = RecordingProgress()
+    options, command, pid = run_in_process(jobs.report, {"a": 1}, progress, log=log, command=["b"])
     assert (options, command) == ({"a": 1}, ["b"])
     assert gone(pid)
-    assert (told.notes, told.warnings) == (["noted"], ["warned"])
-    assert told.counts == [("texts", 1, 2, "half")]
+    assert (progress.notes, progress.warnings) == (["noted"], ["warned"])
+    assert progress.counts == [("texts", 1, 2, "half")]
 
 
-def test_what_a_job_started_ends_with_it(log):
+def test_processes_of_a_job_end_with_it(log):
     left = run_in_process(jobs.leave, None, log=log)
     wait_for(lambda: gone(left))
 
 
-def test_all_that_it_says_is_behind_what_the_log_had(log):
+def test_output_is_appended_to_the_log(log):
     log.write_text("before\n")
-    run_in_process(jobs.tell, None, log=log)
+    run_in_process(jobs.report, None, log=log)
     lines = log.read_text().splitlines()
     assert lines[0] == "before"
     said = {"printed", "written", "by a child", "noted", "warning: warned"}
@@ -75,7 +75,7 @@ def test_all_that_it_says_is_behind_what_the_log_had(log):
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), FileNotFoundError(2, "no", "x")])
-def test_errors_keep_kind_and_text(log, error):
+def test_errors_keep_type_and_text(log, error):
     with pytest.raises(OSError if isinstance(error, OSError) else ValueError) as raised:
         run_in_process(jobs.fail, error, log=log)
     assert str(raised.value) == str(error) and str(error) in log.read_text()
@@ -89,7 +89,7 @@ def test_errors_keep_kind_and_text(log, error):
         (jobs.die, signal.SIGKILL, r"job ended with status -9;[^$]*the last words", 1, ""),
     ],
 )
-def test_failures_keep_their_status_and_faults_their_place(
+def test_failures_keep_their_status_and_exceptions_their_traceback(
     log, job, argument, message, status, logged
 ):
     with pytest.raises(JobFailed, match=message) as raised:
@@ -97,19 +97,19 @@ def test_failures_keep_their_status_and_faults_their_place(
     assert raised.value.status == status and logged in log.read_text()
 
 
-def test_an_interrupted_job_interrupts_who_waits(log):
+def test_an_interrupted_job_interrupts_its_caller(log):
     with pytest.raises(KeyboardInterrupt):
         run_in_process(jobs.die, signal.SIGINT, log=log)
 
 
-def test_a_killed_command_takes_its_child_along(running):
+def test_a_killed_command_ends_its_child(running):
     process, child = running
     process.kill()
     process.wait(60)
     wait_for(lambda: gone(child))
 
 
-def test_an_interruption_reaches_the_child_which_may_end_well(running, tmp_path):
+def test_an_interruption_reaches_the_child_which_may_finish(running, tmp_path):
     process, child = running
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130

@@ -16,7 +16,7 @@ TALK = [
 ]
 KEPT, TRIMMED = TALK[2]["content"], TALK[2]["content"].strip()
 
-STYLES = [  # template, what the assistant has to write
+STYLES = [  # template, the assistant's text
     (chat.CHATML, [KEPT + "<|im_end|>", "Yes.<|im_end|>"]),
     (chat.LLAMA_3, [TRIMMED + "<|eot|>", "Yes.<|eot|>"]),
     (chat.GEMMA, [TRIMMED + "</turn>", "Yes.</turn>"]),
@@ -33,20 +33,20 @@ def encode(messages: Any, template: str | None, key: str = "messages") -> tuple[
 
 
 @pytest.mark.parametrize(("template", "written"), STYLES)
-def test_spans_are_what_the_assistant_writes_and_nothing_else(template, written):
+def test_spans_are_exactly_the_assistants_text(template, written):
     text, spans = encode(TALK, template)
     assert spans == written
     tokenizer = chat.tokenizer(template)
     assert text == tokenizer.apply_chat_template(TALK, tokenize=False)
     ids, places = encode_conversation(TALK, "messages", tokenizer)
-    for turn, (start, _) in zip((2, 4), places, strict=True):  # what serving sees before the answer
+    for turn, (start, _) in zip((2, 4), places, strict=True):  # the prompt in serving
         served = tokenizer.apply_chat_template(
             TALK[:turn], add_generation_prompt=True, tokenize=True, return_dict=False
         )
         assert list(ids[:start]) == served
 
 
-def test_a_blank_of_the_template_belongs_to_the_answer():
+def test_a_space_of_the_template_belongs_to_the_answer():
     talk = [SYSTEM, *({**m, "content": m["content"].strip()} for m in TALK[1:])]
     text, spans = encode(talk, chat.VICUNA)
     assert spans == [f" {TRIMMED}</s>", " Yes.</s>"]
@@ -57,7 +57,7 @@ def test_share_gpt():
     talk = [
         {"from": "human", "value": "Hi"},
         {"from": "gpt", "value": "Hello!"},
-        {"from": "human", "value": "Bye"},  # nobody answers
+        {"from": "human", "value": "Bye"},  # no answer follows
     ]
     text, spans = encode(talk, chat.CHATML, "conversations")
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
@@ -100,7 +100,7 @@ CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace
         (chat.CHATML, [{"from": None, "value": "x"}], "use {'from': speaker, 'value': text}"),
     ],
 )
-def test_what_can_not_be_masked_is_refused(template, talk, reason):
+def test_conversations_that_cannot_be_masked_are_refused(template, talk, reason):
     share_gpt = talk and "from" in talk[0]
     with pytest.raises(PromptError) as error:
         encode(talk, template, "conversations" if share_gpt else "messages")
@@ -117,8 +117,8 @@ def test_plain_text_is_trained_from_its_second_token():
             encode_text(text, tokenizer)
 
 
-def test_a_tokenizer_that_begins_every_text_with_a_blank():
-    """Pieces of a text encode otherwise than the text does: as in Llama 2's tokenizer."""
+def test_a_tokenizer_that_starts_every_text_with_a_space():
+    """Parts of a text are tokenized differently than the whole text, as in Llama 2's tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""What engines are given on a CPU: memory that is there, counted from the prompts' tokens."""
+"""Engine settings on a CPU: they fit the available memory, counted from the prompts' tokens."""
 
 import pytest
 
@@ -9,34 +9,34 @@ from vllm_medusa.offline.defaults import COMPILE_FROM, ENGINE_BYTES, TargetSizes
 GB = 10**9
 # 30 layers of 3 key-value heads of 64 values in bfloat16, as SmolLM2-135M has them
 SMOL = TargetSizes(134_500_000, weights=269_000_000, per_token=2 * 30 * 3 * 64 * 2, positions=8192)
-CHATS = [600] * 339 + [1900]  # one article among short prompts
+CHATS = [600] * 339 + [1900]  # one long text among short prompts
 
 
-def test_one_long_prompt_does_not_make_all_others_long() -> None:
-    room = fit(SMOL, CHATS, 64, 20 * GB)
-    assert room.batch == 64
-    assert 1900 < room.arguments["max_model_len"] < 2000
-    assert 63 * 600 + 1900 < room.arguments["kv_cache_memory_bytes"] / SMOL.per_token < 64 * 1100
-    assert room.memory < 4 * GB
+def test_a_long_prompt_does_not_affect_the_others() -> None:
+    fitted = fit(SMOL, CHATS, 64, 20 * GB)
+    assert fitted.batch == 64
+    assert 1900 < fitted.arguments["max_model_len"] < 2000
+    assert 63 * 600 + 1900 < fitted.arguments["kv_cache_memory_bytes"] / SMOL.per_token < 64 * 1100
+    assert fitted.memory < 4 * GB
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("available", [5 * GB, 8 * GB, 24 * GB])
 def test_never_more_than_is_available(available: int, engines: int) -> None:
-    room = fit(SMOL, [8192] * 100, 64, available, engines)
-    assert room.memory <= available
-    assert room.arguments["kv_cache_memory_bytes"] >= 8192 * SMOL.per_token
-    assert room.batch <= 64
+    fitted = fit(SMOL, [8192] * 100, 64, available, engines)
+    assert fitted.memory <= available
+    assert fitted.arguments["kv_cache_memory_bytes"] >= 8192 * SMOL.per_token
+    assert fitted.batch <= 64
 
 
-def test_the_batch_is_lowered_and_the_cache_is_enough_for_it() -> None:
+def test_the_batch_is_reduced_to_fit_the_cache() -> None:
     large = fit(SMOL, [8192] * 100, 64, 24 * GB)
     small = fit(SMOL, [8192] * 100, 64, 4 * GB)
     assert 1 <= small.batch < large.batch <= 64
     assert small.arguments["kv_cache_memory_bytes"] >= small.batch * 8192 * SMOL.per_token
 
 
-def test_no_room_for_a_single_text_is_refused_with_the_figures() -> None:
+def test_too_little_memory_for_one_text_is_refused() -> None:
     with pytest.raises(ValueError, match=r"2 engines need .* of 8192 tokens .* 3\.0 GB are avail"):
         fit(SMOL, [8192], 64, 3 * GB, engines=2)
     with pytest.raises(ValueError, match=r"an engine needs 2\.\d GB .* 1\.6 GB are available"):
@@ -51,7 +51,7 @@ def plan(monkeypatch: pytest.MonkeyPatch):
     return lambda *args, **more: plan_engine("target", CHATS, 64, *args, **more)
 
 
-def test_a_long_job_is_compiled_a_short_one_starts_sooner(plan) -> None:
+def test_only_long_jobs_are_compiled(plan) -> None:
     assert not plan(tokens=COMPILE_FROM - 1).compiled
     long = plan(tokens=COMPILE_FROM)
     assert long.compiled
@@ -66,8 +66,8 @@ def test_a_long_job_is_compiled_a_short_one_starts_sooner(plan) -> None:
         (80, 1.0, (32, 2)),  # fewer rounds
         (40, 1.0, (20, 2)),  # fewer prompts
         (8, 1.0, (8, 1)),  # one round
-        (1, 100.0, (6, 1)),  # so many at least
+        (1, 100.0, (6, 1)),  # the minimum
     ],
 )
-def test_rounds_and_prompts_that_fit_into_a_time(seconds, turn, measured) -> None:
+def test_rounds_and_prompts_that_fit_a_time_limit(seconds, turn, measured) -> None:
     assert affordable(seconds, turn, 32, 3) == measured

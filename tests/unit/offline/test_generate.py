@@ -2,7 +2,7 @@
 
 import pytest
 from support.fake_engine import FakeProcess
-from support.told import Told
+from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.offline import generate as job
 from vllm_medusa.offline import prompts
@@ -11,7 +11,7 @@ from vllm_medusa.offline.options import GenerateOptions, Speculation
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The files of prompts that are parsed, an engine that needs no model."""
+    """The parsed prompt files, with an engine that needs no model."""
     read = []
     real = prompts.read_prompts
     monkeypatch.setattr(
@@ -22,24 +22,24 @@ def reads(monkeypatch):
     return read
 
 
-def test_what_was_done_is_returned_and_told(tmp_path, reads):
+def test_results_are_returned_and_reported(tmp_path, reads):
     path = tmp_path / "p.txt"
     path.write_text("one\n" + "x" * 30 + "\nthree\n")
     files = {"prompts": path, "output": tmp_path / "o.jsonl"}
     options = GenerateOptions(model="target", **files, on_bad_line="skip", batch=1)
-    told = Told()
-    done = job.generate(options, told)
+    progress = RecordingProgress()
+    done = job.generate(options, progress)
     assert (done.output, done.failed) == (tmp_path / "o.jsonl", 1)
     assert done.speed is not None and done.speed.tokens > 0
-    assert [values[1:3] for values in told.counts] == [(1, 3), (2, 3), (3, 3)]
-    assert told.warnings == [f"skipped {path}, line 2: the prompt has 30 tokens"]
+    assert [values[1:3] for values in progress.counts] == [(1, 3), (2, 3), (3, 3)]
+    assert progress.warnings == [f"skipped {path}, line 2: the prompt has 30 tokens"]
     assert reads == [path], "parsed once"
-    again = Told()
+    again = RecordingProgress()
     assert job.generate(options, again).speed is None
     assert again.notes[1:] == ["resuming: 3 of 3 are done", "nothing to do"]
 
 
-def test_lookup_goes_with_heads_or_alone():
+def test_lookup_works_with_or_without_heads():
     kind = Speculation
     assert kind().speculative_config() is None
     alone = {"method": "medusa", "lookup": True}

@@ -10,7 +10,7 @@ PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(10)]
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
-def test_equal_tokens_are_identical_however_many_come_in_a_step(concurrency):
+def test_equal_tokens_are_identical_for_any_steps(concurrency):
     calls = []
     comparison = run_in_turn(
         FakeProcess(),
@@ -31,14 +31,14 @@ def test_equal_tokens_are_identical_however_many_come_in_a_step(concurrency):
 
 
 def differences(candidate, **baseline):
-    """What is found beside a plain engine."""
+    """The differences from a plain engine."""
     plain = FakeProcess(**baseline)
     comparison = run_in_turn(plain, candidate, PROMPTS, concurrency=4, seed=3, rounds=1)
     assert not comparison.identical
     return comparison.differences
 
 
-def test_one_wrong_token_is_found_and_named():
+def test_a_wrong_token_is_found_and_reported():
     difference = differences(FakeProcess(wrong_at=2))[0]
     assert (difference.position, difference.reason) == (2, "token")
     assert difference.candidate == difference.baseline + 1000
@@ -49,7 +49,7 @@ def test_a_shorter_answer_differs():
     assert any(d.candidate is None and d.baseline is not None for d in found)
 
 
-def test_another_reason_to_end_differs():
+def test_another_finish_reason_differs():
     class Stopping(FakeProcess):
         def step(self):
             return [replace(d, finish_reason=d.finish_reason and "stop") for d in super().step()]
@@ -62,16 +62,16 @@ def test_another_reason_to_end_differs():
     ("turn", "orders"),
     [(None, ("abbaabba", "baabbaab")), (2, ("aabbbbaa", "bbaaaabb"))],
 )
-def test_the_engines_take_turns_to_be_first(turn, orders):
+def test_the_first_engine_alternates(turn, orders):
     begun = ""
 
     class Noting(FakeProcess):
         name = "a"
 
-        def submit(self, *asked):
+        def submit(self, *arguments):
             nonlocal begun
             begun += self.name
-            super().submit(*asked)
+            super().submit(*arguments)
 
     class Other(Noting):
         name = "b"
@@ -80,7 +80,7 @@ def test_the_engines_take_turns_to_be_first(turn, orders):
     assert begun in orders
 
 
-def test_no_round_begins_that_would_end_too_late(monkeypatch):
+def test_no_round_starts_that_would_end_too_late(monkeypatch):
     now = 0.0
     monkeypatch.setattr("vllm_medusa.offline.in_turn.time.perf_counter", lambda: now)
 
@@ -99,7 +99,7 @@ def test_no_round_begins_that_would_end_too_late(monkeypatch):
     assert [rounds(seconds) for seconds in (0.0, 3.9, 4.0, 11.9, 1000.0)] == [1, 1, 2, 5, 50]
 
 
-def test_nothing_compared_is_not_identical():
+def test_an_empty_comparison_is_not_identical():
     with pytest.raises(ValueError, match="no prompts"):
         run_in_turn(FakeProcess(), FakeProcess(), [], concurrency=1, seed=0)
     with pytest.raises(ValueError, match="r0 was refused"):

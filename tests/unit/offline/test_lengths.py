@@ -28,7 +28,7 @@ def measure(tokenizer, *prompts: Prompt) -> list[Length | BadLine]:
     return list(defaults.measure(prompts, tokenizer))
 
 
-def test_tokens_are_the_tokenizers_not_bytes(tokenizer) -> None:
+def test_lengths_are_in_tokens_not_bytes(tokenizer) -> None:
     text = "def add(one, two):\n    return one + two\n" * 20
     (length,) = measure(tokenizer, Prompt(0, 1, "0", text=text))
     assert length.whole == len(tokenizer(text)["input_ids"]) < len(text) / 2
@@ -48,7 +48,7 @@ def test_a_conversation_is_rendered_and_each_turn_is_answered(tokenizer) -> None
     assert plain.whole == len(tokenizer("def f():")["input_ids"])
 
 
-def test_what_the_template_refuses_is_a_bad_line(tokenizer) -> None:
+def test_conversations_refused_by_the_template_are_invalid(tokenizer) -> None:
     good, bad = measure(tokenizer, Prompt(0, 1, "0", text="x"), Prompt(1, 7, "1", turns=("bad",)))
     assert isinstance(good, Length)
     assert isinstance(bad, BadLine)

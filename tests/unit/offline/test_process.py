@@ -1,4 +1,4 @@
-"""The process of an engine, with an engine that needs no model."""
+"""The engine's process, with an engine that needs no model."""
 
 from typing import Any
 
@@ -26,12 +26,12 @@ class Engine(FakeEngine):
 
 
 def body(channel: Any) -> None:
-    """Run in the child: the real loop around the fake engine."""
+    """Run in the child: the real loop with the fake engine."""
     engine.VllmEngine = Engine  # type: ignore[misc, assignment]
     serve(channel)
 
 
-def test_results_come_one_by_one_or_with_their_seconds(monkeypatch):
+def test_results_are_returned_one_by_one_or_with_their_seconds(monkeypatch):
     monkeypatch.setattr(process, "serve", body)
     expected = list(run_batch(PROMPTS, FakeEngine(), concurrency=2, seed=3))
     with EngineProcess(EngineSettings("m"), Sampling()) as started:
@@ -43,7 +43,9 @@ def test_results_come_one_by_one_or_with_their_seconds(monkeypatch):
 
 
 @pytest.mark.parametrize(("heat", "seeded", "said"), [(0, True, 0), (1, True, 1), (1, False, 0)])
-def test_a_refusal_is_told_and_only_seeded_sampling_is_announced(monkeypatch, heat, seeded, said):
+def test_a_refusal_is_reported_and_only_seeded_sampling_is_announced(
+    monkeypatch, heat, seeded, said
+):
     monkeypatch.setattr(process, "serve", body)
     with pytest.raises(EngineRefused, match=f"no model; seeded: {bool(said)}"):
         EngineProcess(EngineSettings("none"), Sampling(temperature=heat), seeded=seeded)

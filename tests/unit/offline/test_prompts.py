@@ -57,7 +57,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD)
-def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path, line, reason):
+def test_an_invalid_line_is_reported_and_the_rest_is_read(tmp_path, line, reason):
     path = write(tmp_path / "p.jsonl", f'{{"prompt": "a"}}\n\n{line}\n{{"prompt": "b"}}\n')
     first, bad, last = read_prompts(path)
     assert isinstance(bad, BadLine)
@@ -92,7 +92,7 @@ def test_a_column_is_chosen_by_name(parquet):
         list(read_prompts(path, column="nope"))
 
 
-def test_files_that_can_not_be_read_say_what_to_do(tmp_path):
+def test_unreadable_files_name_the_remedy(tmp_path):
     text, table = write(tmp_path / "a.txt", "x"), write(tmp_path / "b.parquet", "this is no table")
     for path, options, words in (
         (tmp_path / "missing.txt", {}, "no such file"),

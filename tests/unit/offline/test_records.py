@@ -37,7 +37,7 @@ def test_the_native_form(tmp_path):
     assert second == Record(0, 2, "a", (5, 6, 7, 8), ((1, 2), (2, 4)), None)
 
 
-def test_what_was_read_is_written_again(tmp_path):
+def test_records_are_written_as_read(tmp_path):
     cut = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "group": "a1"}
     path = write(tmp_path / "r.jsonl", GOOD | cut, {**GOOD, "index": 5, "temperature": None})
     records, bad = load_records(path)
@@ -46,12 +46,12 @@ def test_what_was_read_is_written_again(tmp_path):
     assert load_records(tmp_path / "again.jsonl") == (records, [])
 
 
-def test_the_digest_knows_everything_that_is_trained():
+def test_the_digest_covers_all_training_data():
     one = Record(0, 1, "a", (1, 2, 3, 4, 5), ((1, 2), (3, 5)), None)
     changes = (
         {},
         {"token_ids": (1, 2, 3, 4, 6)},
-        {"generated": ((3, 5),)},  # a span without labels for heads is in the target's own loss
+        {"generated": ((3, 5),)},  # a span without labels for heads counts in the target's own loss
         {"generated": ((2, 3), (3, 5))},
         {"temperature": 1.0},
         {"temperature": 0.7},
@@ -63,7 +63,7 @@ def test_the_digest_knows_everything_that_is_trained():
     assert digest_of([two, one]) not in digests
 
 
-def test_all_forms_in_one_file(tmp_path):
+def test_all_formats_in_one_file(tmp_path):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
     path = write(
         tmp_path / "r.jsonl",
@@ -112,7 +112,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD)
-def test_bad_lines_say_where_and_why(tmp_path, row, reason):
+def test_errors_state_line_and_reason(tmp_path, row, reason):
     path = write(tmp_path / "r.jsonl", GOOD, b"", row, GOOD)
     good, bad, last = read_records(path, vocab_size=9, max_tokens=6, min_generated=2)
     assert isinstance(bad, BadLine)
@@ -161,7 +161,7 @@ def test_the_order_of_the_lines_makes_no_difference(tmp_path):
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_samples_of_a_prompt_or_records_of_a_group_are_on_one_side(tmp_path, grouped):
-    """Pieces of a conversation begin differently; only their group says that they belong to it."""
+    """Parts of a conversation start differently; only their group identifies them."""
     made = rows(20, 3)
     if grouped:
         made = [row | {"group": f"{row['index'] % 10:064x}"} for row in made]
@@ -177,7 +177,7 @@ def test_samples_of_a_prompt_or_records_of_a_group_are_on_one_side(tmp_path, gro
     assert third < {r.index for r in split_heldout(records, 0.5)[1]}
 
 
-def test_texts_without_a_prompt_are_told_apart_by_their_content(tmp_path):
+def test_texts_without_a_prompt_are_distinguished_by_content(tmp_path):
     made = [row | {"generated": [[1, 7]]} for row in rows(20, 1)]
     records, _ = load_records(write(tmp_path / "a.jsonl", *made))
     assert len(split_heldout(records, 0.25)[1]) == 5

@@ -42,7 +42,7 @@ def limited(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_what_was_written_is_found_again(tmp_path):
+def test_written_results_are_found_again(tmp_path):
     path = tmp_path / "out.jsonl"
     with ResultLog(path, SETTINGS) as log:
         assert log.done == set()
@@ -89,7 +89,7 @@ def test_other_settings_are_refused_and_named(tmp_path):
         pass
 
 
-def test_a_file_of_unknown_origin_is_left_alone(tmp_path):
+def test_a_file_of_unknown_origin_is_left_unchanged(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text('{"index": 0}\n')
     run_folder(path).mkdir()
@@ -111,7 +111,7 @@ def test_damage_in_the_middle_is_refused(tmp_path):
         ResultLog(path, SETTINGS)
 
 
-def test_a_job_that_broke_off_before_its_first_result_leaves_nothing(tmp_path):
+def test_a_job_interrupted_before_its_first_result_leaves_nothing(tmp_path):
     path = tmp_path / "out.jsonl"
     with pytest.raises(KeyError), ResultLog(path, SETTINGS):
         raise KeyError
@@ -123,8 +123,8 @@ def test_a_job_that_broke_off_before_its_first_result_leaves_nothing(tmp_path):
     assert lines(path) == [{"index": 0}] and run_folder(path).is_dir()
 
 
-def test_a_full_disk_keeps_what_was_finished(tmp_path):
-    """The limit on a file's size ends a write in its middle, as a full disk does."""
+def test_a_full_disk_keeps_finished_results(tmp_path):
+    """The file size limit interrupts a write, as a full disk does."""
     path = tmp_path / "out.jsonl"
     full = pytest.raises(OSError, match=r"2 finished prompts are kept.*out\.jsonl")
     with limited(300), ResultLog(path, {}) as log, full:
@@ -137,14 +137,14 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path):
     assert [line["index"] for line in lines(path)] == [0, 1, 2]
 
 
-def test_places_that_can_not_hold_results(tmp_path):
+def test_invalid_output_paths(tmp_path):
     with pytest.raises(FileRefused, match="no folder"):
         ResultLog(tmp_path / "none" / "out.jsonl", SETTINGS)
     with pytest.raises(FileRefused, match="not a regular file"):
         ResultLog(tmp_path, SETTINGS)
 
 
-def test_a_fingerprint_sees_both_ends_of_every_file(tmp_path):
+def test_a_fingerprint_covers_both_ends_of_every_file(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"h" * 200_000 + b"t")
     before = fingerprint(tmp_path)
@@ -159,7 +159,7 @@ def test_a_fingerprint_sees_both_ends_of_every_file(tmp_path):
     assert fingerprint(tmp_path) != before
 
 
-def test_killed_again_and_again_no_line_is_lost_or_repeated(tmp_path):
+def test_repeated_kills_lose_and_repeat_no_line(tmp_path):
     path, unbroken = tmp_path / "killed.jsonl", tmp_path / "unbroken.jsonl"
     generate(unbroken)
     moments = random.Random(7)
@@ -168,7 +168,7 @@ def test_killed_again_and_again_no_line_is_lost_or_repeated(tmp_path):
     for attempt in range(200):
         process = context.Process(target=generate, args=(path, 0.002))
         process.start()
-        # ever later: starting a process takes long on a busy machine or from a large one
+        # increasingly late: starting a process is slow on a busy machine or from a large process
         process.join(moments.uniform(0.005, 0.06) * (1 + attempt / 4))
         if process.is_alive():
             os.kill(process.pid, signal.SIGKILL)

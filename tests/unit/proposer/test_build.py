@@ -25,7 +25,7 @@ def below(seed: int, row: int, path: tuple[int, ...], width: int) -> list[tuple[
 
 
 class Drafter:
-    """Follows slots back to each node's path, as a drafter's own state does."""
+    """Follows slots back to each node's path, like a drafter's own state."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -73,7 +73,7 @@ def by_hand(seed: int, row: int, root: int, beam: Beam, num_nodes: int, deepest:
     st.lists(st.integers(0, 5), min_size=BATCH, max_size=BATCH),
 )
 @settings(max_examples=80)
-def test_the_best_of_all_candidates_parents_first(seed, beam, num_nodes, deepest):
+def test_the_best_candidates_parents_first(seed, beam, num_nodes, deepest):
     root = torch.tensor([3, 7])
     proposal = build_tree(Drafter(seed), beam, root, num_nodes, torch.tensor(deepest))
     counts = proposal.num_nodes.tolist()
@@ -81,7 +81,7 @@ def test_the_best_of_all_candidates_parents_first(seed, beam, num_nodes, deepest
         paths = [()]
         for node in range(1, counts[row]):
             parent = int(proposal.parents[row, node])
-            assert 0 <= parent < node  # also where parent and child tie
+            assert 0 <= parent < node  # even if parent and child tie
             paths.append((*paths[parent], int(proposal.token_ids[row, node])))
         wanted = by_hand(seed, row, int(root[row]), beam, num_nodes, deepest[row])
         wanted = [node for node in wanted if node[1] > -float("inf")]
@@ -95,7 +95,7 @@ def test_the_best_of_all_candidates_parents_first(seed, beam, num_nodes, deepest
 @given(st.integers(0, 2**31), st.integers(1, 12))
 @settings(max_examples=30)
 def test_few_drafts_need_few_nodes_expanded(seed, limit):
-    """With a limit fewer nodes are drafted, and the best ones are the same."""
+    """With a limit, fewer nodes are drafted, and the best ones are the same."""
     beam, root, deep = Beam(6, 8, 4), torch.tensor([1, 2]), torch.tensor([9, 9])
     drafter = Drafter(seed)
     cut = build_tree(drafter, beam, root, 20, deep, limit)
@@ -108,7 +108,7 @@ def test_few_drafts_need_few_nodes_expanded(seed, limit):
 
 
 def test_only_nodes_that_can_matter_are_expanded():
-    """Each level of a chain that is nearly certain: its siblings' children are never among 4."""
+    """Each level of a nearly certain chain: its siblings' children are never among 4."""
     sure = torch.tensor([0.0, -5.0, -5.0]).expand(BATCH, 1, 3)
 
     class Sure(Drafter):
@@ -133,7 +133,7 @@ def test_only_nodes_that_can_matter_are_expanded():
     ],
     ids=["chain", "dense", "ragged"],
 )
-def test_a_static_tree_takes_each_nodes_own_choices(tree):
+def test_a_static_tree_uses_each_nodes_own_choices(tree):
     root = torch.tensor([5, 6])
     got = fill_tree(Drafter(1), tree, root)
     for row, (node, path) in itertools.product(range(BATCH), enumerate(tree.paths, 1)):

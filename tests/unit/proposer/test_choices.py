@@ -1,4 +1,4 @@
-"""Dynamic proposals: confidences are the heads' own, alike on all ranks, tokens at their nodes."""
+"""Dynamic proposals: the heads' own confidences, equal on all ranks, with tokens at their nodes."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def grow(logits, num_nodes, max_depth, limit=None):
 
 
 def below(proposal, row, column):
-    """The nodes above a node and itself, from below the root on."""
+    """The path to a node, from below the root."""
     path = []
     while column:
         path.insert(0, column)
@@ -61,7 +61,7 @@ def test_confidence_is_the_probability(logits, sharpness):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("vocab", "width"), [(5, 5), (37, 1), (VOCAB, 7), (49_152, 64)])
-def test_the_kernel_reads_what_torch_reads(dtype, vocab, width):
+def test_the_kernel_equals_torch(dtype, vocab, width):
     logits = torch.randn(2, 3, vocab, generator=torch.Generator().manual_seed(2)).mul(4).to(dtype)
     logits[0, 1] = 1.5  # ties
     logits[0, 2, ::2] = logits[0, 2].max()
@@ -77,7 +77,7 @@ def test_the_kernel_reads_what_torch_reads(dtype, vocab, width):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_ranks_agree_with_the_whole(logits, ranks):
+def test_ranks_equal_the_full_vocabulary(logits, ranks):
     width = -(-VOCAB // ranks)
     shards = [VocabShard.of_rank(rank, width, VOCAB) for rank in range(ranks)]
     columns = [
@@ -103,7 +103,7 @@ def test_ranks_agree_with_the_whole(logits, ranks):
         torch.testing.assert_close(result.log_confidence, whole.log_confidence)
 
 
-def test_tokens_stand_at_their_nodes(logits):
+def test_tokens_are_at_their_nodes(logits):
     proposal = grow(logits, 20, torch.tensor([9, 9, 9]))
     assert proposal.num_nodes.tolist() == [20, 20, 20]
     choices = read_choices(logits[:, :HEADS], POOL.width)
@@ -118,13 +118,13 @@ def test_tokens_stand_at_their_nodes(logits):
     assert (proposal.log_survival.diff(dim=1) <= 0).all()
 
 
-def test_ids_are_the_targets(logits):
+def test_ids_are_target_ids(logits):
     token_map = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
     own, mapped = (read_choices(logits, 5, token_map=each) for each in (None, token_map))
     assert torch.equal(mapped.token_ids, token_map[own.token_ids])
 
 
-def test_nothing_deeper_than_is_of_use(logits):
+def test_nothing_deeper_than_useful(logits):
     proposal = grow(logits, 60, torch.tensor([0, 1, 4]))
     trees = proposal.topology(HEADS)
     counts = proposal.num_nodes.tolist()
@@ -145,7 +145,7 @@ def test_few_nodes_need_few_heads(logits, limit):
     assert int((trees.depths * (torch.arange(60) < got.num_nodes[:, None])).max()) == limit
 
 
-def test_logits_that_are_not_numbers_break_nothing(logits):
+def test_nan_logits_break_nothing(logits):
     logits[1] = float("nan")
     logits[2, :, 5] = float("inf")
     choices = read_choices(logits[:, :HEADS], POOL.width)

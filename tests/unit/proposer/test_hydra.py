@@ -37,7 +37,7 @@ def paths(drafts, root, row):
 
 
 def disagreements(tree):
-    """How many nodes are no choice that a dense pass over their own path gives their parent."""
+    """Number of nodes that are not a choice of a dense pass over their parent's path."""
     heads, states, root, embedding, lm_head = setting()
     drafts = propose_tree(heads, states, root, tree, lambda x: x @ lm_head.T)
     wrong = nodes = 0
@@ -55,13 +55,13 @@ def disagreements(tree):
 
 
 @pytest.mark.parametrize("tree", TREES, ids=["dense", "chain", "dynamic", "sharpened"])
-def test_nodes_are_a_dense_pass_over_their_own_path(tree):
+def test_nodes_equal_a_dense_pass_over_their_path(tree):
     wrong, nodes = disagreements(tree)
     assert wrong == 0 and nodes == BATCH * (tree.num_nodes - 1)
 
 
-def test_a_siblings_token_shows(monkeypatch):
-    """A head that is fed its sibling's branch gives other choices."""
+def test_a_siblings_token_is_detected(monkeypatch):
+    """A head that reads its sibling's branch gives other choices."""
     expand = HydraStep.expand
 
     def wrong(self, level, tokens, parents, width):
@@ -72,7 +72,7 @@ def test_a_siblings_token_shows(monkeypatch):
     assert wrong > nodes // 4
 
 
-def test_values_are_the_log_probabilities_of_the_path():
+def test_values_are_log_probabilities_of_paths():
     heads, states, root, embedding, lm_head = setting()
     step = HydraStep(heads, states, heads.embed, lambda x: x @ lm_head.T)
     beam = Beam(4, 5, K)

@@ -1,4 +1,4 @@
-"""The proposer's kernels against torch, bit for bit; interpreted here and compiled on a GPU."""
+"""The proposer's kernels against torch, bit for bit; interpreted here, compiled on a GPU."""
 
 import pytest
 import torch
@@ -26,13 +26,13 @@ TREES = {
 
 
 def ties(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
-    """Few values, so that most decisions are ties."""
+    """Few distinct values, so that most decisions are ties."""
     gen = torch.Generator().manual_seed(seed)
     return VALUES[torch.randint(0, len(VALUES), shape, generator=gen)].to(dtype)
 
 
 class Cases:
-    """What both the interpreter and a GPU must pass."""
+    """Cases for both the interpreter and a GPU."""
 
     device: str
 
@@ -119,7 +119,7 @@ class Cases:
             tokens = self.kernel.propose_sharded(own, tensors, shard, all_gather)
             assert torch.equal(tokens.cpu(), expected)
 
-    def test_dispatch_hands_on_all_that_it_is_given(self):
+    def test_dispatch_passes_all_arguments(self):
         tree, known = TokenTree.dense([3, 2]), torch.tensor([4, 9, 2, 7, 5, 11])
         logits = torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(5))
         expected = proposer.propose(logits, TreeTensors.from_tree(tree), known)
@@ -134,11 +134,11 @@ class Cases:
         tree = TreeTensors.from_tree(TREES["65 nodes"])
         logits = ties((2, 3, 40), 1, torch.float32)
         moved = TreeTensors.from_tree(TREES["65 nodes"], self.device).prefix(9)
-        tokens = self.kernel.propose(logits.to(self.device), moved)  # nothing given to write into
+        tokens = self.kernel.propose(logits.to(self.device), moved)  # without an output buffer
         assert torch.equal(tokens.cpu(), proposer.propose(logits, tree.prefix(9)))
 
-    def test_a_wrong_first_id_is_seen(self):
-        """Negative control: ids and the order of ties come from it."""
+    def test_a_wrong_first_id_is_detected(self):
+        """Negative control: ids and the order of ties depend on it."""
         logits = torch.zeros(1, 1, 40, device=self.device)
         keys = torch.stack(
             [self.kernel.local_topk(logits, 2, VocabShard(first, 40, 80)) for first in (0, 40)]
@@ -149,7 +149,7 @@ class Cases:
         assert wrong.tolist() == [[[40, 41]]]
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="runs in a process whose Triton interprets, see below")
+@pytest.mark.skipif(not INTERPRETING, reason="runs in a process that interprets Triton, see below")
 class TestInterpreted(Cases):
     device = "cpu"
 
@@ -179,7 +179,7 @@ class TestOnGpu(Cases):
             assert torch.equal(tokens.cpu(), expected)
 
     def test_graph_capture(self):
-        """Captured with other logits, into memory given."""
+        """Captured with other logits, into a given buffer."""
         tree = TreeTensors.from_tree(TREES["64 nodes"], "cuda")
         logits = ties((2, 3, 30_000), 0, torch.bfloat16).cuda()
         expected = self.kernel.propose(logits, tree)
@@ -194,7 +194,7 @@ class TestOnGpu(Cases):
         assert torch.equal(out, expected)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
+@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
 def test_in_a_process_that_interprets():
     run_interpreting(__file__, "TestInterpreted")
 

@@ -14,7 +14,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_every_node_holds_its_heads_token_of_its_rank(name):
+def test_every_node_has_its_heads_token_of_its_rank(name):
     tree = TREES[name]
     logits = torch.randn(4, 5, 30, generator=torch.Generator().manual_seed(1))
     tokens = propose(logits, TreeTensors.from_tree(tree))

@@ -1,4 +1,4 @@
-"""Shards of the vocabulary against the whole of it, bit for bit."""
+"""Shards of the vocabulary against the whole, bit for bit."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def cut(logits: Tensor, widths: list[int], padding: int) -> list[tuple[Tensor, VocabShard]]:
-    """Shards of these widths, whose padding columns would win if they were read."""
+    """Shards of these widths, whose padding columns would be chosen if they were read."""
     shards, first, vocab = [], 0, sum(widths)
     for width in widths:
         own = logits[..., first : first + width]
@@ -49,7 +49,7 @@ def heads(draw) -> tuple[Tensor, list[int], int]:
 
 @settings(max_examples=200)
 @given(case=heads(), padding=st.integers(0, 3))
-def test_shards_equal_the_whole(case, padding):
+def test_shards_equal_the_full_vocabulary(case, padding):
     logits, widths, k = case
     expected = stable_topk(logits, k)
     keys = torch.stack([local_topk(own, k, shard) for own, shard in cut(logits, widths, padding)])
@@ -57,19 +57,19 @@ def test_shards_equal_the_whole(case, padding):
     assert torch.equal(token_ids(merged), expected)
     values = logits.gather(-1, expected).float() + 0.0
     assert torch.equal(logit_values(merged).nan_to_num(9e9), values.nan_to_num(9e9))
-    assert torch.equal(merge_topk(keys.flip(0), k), merged)  # in whatever order ranks answer
+    assert torch.equal(merge_topk(keys.flip(0), k), merged)  # independent of the order of ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_vocabularies(ranks, dtype):
-    """Where `stable_topk` goes by groups: as it is with all of it, or with a shard of it."""
+    """Vocabularies where `stable_topk` uses groups, for the whole or for a shard."""
     vocab = 40_003
     logits = torch.randn(2, 2, vocab, generator=torch.Generator().manual_seed(ranks)).to(dtype)
     logits[0, 0, torch.tensor([5, 17_000, 39_999])] = NAN
     logits[1, 1] = 1.0
     width = -(-vocab // ranks)
-    memory = torch.full((2, 2, ranks * width), INF, dtype=dtype)  # padded as vLLM pads
+    memory = torch.full((2, 2, ranks * width), INF, dtype=dtype)  # padded as in vLLM
     memory[..., :vocab] = logits
     keys = [
         local_topk(memory[..., r * width : (r + 1) * width], 9, VocabShard.of_rank(r, width, vocab))
@@ -78,13 +78,13 @@ def test_large_vocabularies(ranks, dtype):
     assert torch.equal(token_ids(merge_topk(torch.stack(keys), 9)), stable_topk(logits, 9))
 
 
-def test_nan_is_first_whatever_its_sign():
+def test_nan_of_either_sign_is_first():
     logits = torch.tensor([[1.0, -NAN, INF, NAN, -INF]])
     for k in range(1, 6):
         assert stable_topk(logits, k).tolist() == [[1, 3, 2, 0, 4][:k]]
 
 
-def test_a_shard_smaller_than_k_fills_up():
+def test_a_shard_smaller_than_k_is_padded():
     keys = local_topk(torch.tensor([[-INF, 2.0, 8.0]]), 4, VocabShard(100, 2, 200))
     assert token_ids(keys).tolist() == [[101, 100, 0, 0]]
     assert logit_values(keys)[0, :2].tolist() == [2.0, -INF]
@@ -93,13 +93,13 @@ def test_a_shard_smaller_than_k_fills_up():
     assert none.tolist() == [[NO_CANDIDATE] * 2]
 
 
-def test_the_shards_of_vllm():
+def test_vllm_s_shards():
     shards = [VocabShard.of_rank(rank, 4, 10) for rank in range(4)]
     assert [(s.first_id, s.num_ids) for s in shards] == [(0, 4), (4, 4), (8, 2), (10, 0)]
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_every_rank_proposes_what_one_rank_would(mapped):
+def test_every_rank_proposes_what_a_single_rank_would(mapped):
     tree = TreeTensors.from_tree(TokenTree.dense([4, 3, 2]))
     logits = torch.randn(3, 5, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
     token_map = torch.arange(50).flip(0) * 3 if mapped else None

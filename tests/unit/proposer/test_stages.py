@@ -1,4 +1,4 @@
-"""Deep heads run only when needed: the same drafts then, fewer heads else."""
+"""Deep heads run only when needed: the same drafts if so, fewer heads otherwise."""
 
 import torch
 
@@ -11,57 +11,57 @@ DEEP = torch.full((BATCH,), HEADS)
 
 
 class Heads:
-    """Of which the best choices of a request are as sure as it is."""
+    """Heads whose best choices of a request have the given confidence."""
 
-    def __init__(self, *sure: float) -> None:
+    def __init__(self, *confident: float) -> None:
         generator = torch.Generator().manual_seed(0)
         shape = BATCH, HEADS, WIDTH
-        first = torch.tensor(sure).view(BATCH, 1, 1).expand(BATCH, HEADS, 1)
+        first = torch.tensor(confident).view(BATCH, 1, 1).expand(BATCH, HEADS, 1)
         confidence = torch.cat([first, first * torch.linspace(0.3, 0.1, WIDTH - 1)], 2)
         self.token_ids = torch.randint(0, 99, shape, generator=generator)
         self.whole = Choices(self.token_ids, confidence.log())
-        self.asked: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int]] = []
 
     def ask(self, end: int, width: int, first: int) -> Choices:
         assert width == WIDTH
-        self.asked.append((first, end))
+        self.calls.append((first, end))
         return Choices(self.token_ids[:, first:end], self.whole.log_confidence[:, first:end])
 
     def run(self, stages: Stages, useful: torch.Tensor = DEEP) -> Choices:
-        self.asked.clear()
+        self.calls.clear()
         return stages.choices(self.ask, HEADS, WIDTH, useful, MIN_SURVIVAL)
 
 
-def test_deep_heads_run_where_somebody_is_sure():
-    """The product of two confidences decides, of the surest request that has a use for more."""
-    unsure, sure = Heads(0.3, 0.2, 0.1), Heads(0.3, 0.6, 0.1)
+def test_deep_heads_run_if_a_request_is_confident():
+    """The product of two confidences decides, of the most confident request with a useful depth."""
+    unsure, confident = Heads(0.3, 0.2, 0.1), Heads(0.3, 0.6, 0.1)
     stages = Stages(own=3, again=1)
     found = unsure.run(stages)
-    assert unsure.asked == [(0, FIRST)]
+    assert unsure.calls == [(0, FIRST)]
     assert torch.equal(found.token_ids, unsure.token_ids[:, :FIRST])
-    found = sure.run(stages)
-    assert sure.asked == [(0, FIRST), (FIRST, HEADS)]
-    assert torch.equal(found.token_ids, sure.token_ids)
-    assert torch.equal(found.log_confidence, sure.whole.log_confidence)
-    sure.run(stages, torch.tensor([HEADS, FIRST, HEADS]))  # the sure one is about to end
-    assert sure.asked == [(0, FIRST)]
-    assert stages.choices(sure.ask, 1, WIDTH, DEEP, MIN_SURVIVAL).token_ids.shape[1] == 1
+    found = confident.run(stages)
+    assert confident.calls == [(0, FIRST), (FIRST, HEADS)]
+    assert torch.equal(found.token_ids, confident.token_ids)
+    assert torch.equal(found.log_confidence, confident.whole.log_confidence)
+    confident.run(stages, torch.tensor([HEADS, FIRST, HEADS]))  # the confident one is about to end
+    assert confident.calls == [(0, FIRST)]
+    assert stages.choices(confident.ask, 1, WIDTH, DEEP, MIN_SURVIVAL).token_ids.shape[1] == 1
 
 
-def test_one_go_where_deep_heads_are_needed_often():
+def test_a_single_run_if_deep_heads_are_often_needed():
     """Running all heads at once saves a second read; unlikely drafts restore two runs."""
-    sure, unsure = Heads(0.9, 0.1, 0.1), Heads(0.1, 0.1, 0.1)
+    confident, unsure = Heads(0.9, 0.1, 0.1), Heads(0.1, 0.1, 0.1)
     small_head, own_head = Stages(own=3, again=9), Stages(own=3, again=0)
     for _ in range(100):
         for stages in (small_head, own_head):
-            found = sure.run(stages)
-            assert torch.equal(found.token_ids, sure.token_ids)
-    sure.run(small_head)
-    assert sure.asked == [(0, HEADS)]
-    sure.run(own_head)
-    assert sure.asked == [(0, FIRST), (FIRST, HEADS)]  # nothing is read twice
+            found = confident.run(stages)
+            assert torch.equal(found.token_ids, confident.token_ids)
+    confident.run(small_head)
+    assert confident.calls == [(0, HEADS)]
+    confident.run(own_head)
+    assert confident.calls == [(0, FIRST), (FIRST, HEADS)]  # no head is read twice
     unsure.run(small_head)
-    assert unsure.asked == [(0, HEADS)]
+    assert unsure.calls == [(0, HEADS)]
     for _ in range(100):
         unsure.run(small_head)
-    assert unsure.asked == [(0, FIRST)]
+    assert unsure.calls == [(0, FIRST)]

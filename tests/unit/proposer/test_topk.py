@@ -13,7 +13,7 @@ def by_sorting(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_equals_a_stable_sort_whatever_the_ties(data):
+def test_equals_a_stable_sort_for_any_ties(data):
     """Few distinct values, so that most decisions are ties; groups of 4 and of 128."""
     vocab = data.draw(st.integers(1, 90))
     values = st.sampled_from([-float("inf"), -2.5, -1.0, -0.0, 0.0, 1e-30, 1.0, 7.0])
@@ -33,21 +33,21 @@ def test_equals_a_stable_sort_whatever_the_ties(data):
 
 @pytest.mark.parametrize("vocab", [16385, 20000, 32000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_large_vocabularies_take_the_grouped_way(vocab, dtype):
+def test_large_vocabularies_use_groups(vocab, dtype):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(2, 3, vocab, generator=generator).to(dtype)
     logits[0, 0, -1] = logits[0, 0].max()  # the last, incomplete group counts
-    logits[1, 2] = 0.0  # nothing but ties
+    logits[1, 2] = 0.0  # only ties
     expected = by_sorting(logits, 10)
     assert torch.equal(stable_topk(logits, 10), expected)
     assert stable_topk(logits, 10)[1, 2].tolist() == list(range(10))
 
 
-def test_takes_views_that_are_not_contiguous():
+def test_accepts_non_contiguous_views():
     logits = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
     assert torch.equal(stable_topk(logits, 6), by_sorting(logits, 6))
 
 
-def test_more_tokens_than_there_are():
+def test_more_tokens_than_the_vocabulary():
     with pytest.raises(ValueError, match="k is 5; there are only 4 tokens"):
         stable_topk(torch.zeros(1, 4), 5)

@@ -1,4 +1,4 @@
-"""Draws and truncation: the right distribution, and the very tokens vLLM would draw."""
+"""Sampling and truncation: the right distribution, and exactly vLLM's tokens."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_draws_follow_the_softmax(draw):
 
 
 @pytest.mark.parametrize("draw", [draw_exponential, draw_splitmix])
-def test_a_draw_costs_the_generator_the_same_whatever_the_logits(draw):
+def test_a_draw_advances_the_generator_independently_of_logits(draw):
     one, two = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     draw(torch.randn(64), one)
     draw(torch.full((64,), -torch.inf).index_fill(0, torch.tensor([3]), 0.0), two)
@@ -55,15 +55,15 @@ def test_truncation_by_hand(logits, top_k, top_p):
         mass = float(probs[kept].sum())
         assert mass > top_p - 1e-5  # enough is kept ...
         smallest = float(probs[kept].min())
-        assert mass - smallest <= top_p + 1e-5  # ... and nothing that could go
-        assert float(probs[~kept].max() if (~kept).any() else 0) <= smallest  # the tail goes
+        assert mass - smallest <= top_p + 1e-5  # ... and nothing that could be removed
+        assert float(probs[~kept].max() if (~kept).any() else 0) <= smallest  # the tail is removed
         assert not (kept & ~alive).any()
     else:
         assert torch.equal(kept, alive)
     assert bool(kept.any())
 
 
-def test_truncation_leaves_its_input_alone():
+def test_truncation_does_not_modify_its_input():
     row = torch.randn(2, 9)
     before = row.clone()
     truncate_logits(row, 3, 0.5)
@@ -71,7 +71,7 @@ def test_truncation_leaves_its_input_alone():
 
 
 def test_the_smallest_top_p_leaves_one_token():
-    """In float32 1 - p is then 1, which all probabilities together don't exceed."""
+    """In float32 1 - p is then 1, which the sum of all probabilities does not exceed."""
     row = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     kept = truncate_logits(row, top_p=1e-9).isfinite()
     assert kept.tolist() == [[False, True, False, False]]

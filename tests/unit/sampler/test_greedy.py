@@ -11,7 +11,7 @@ from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
 @settings(max_examples=300)
 @given(case=cases, seed=st.integers(0, 2**31))
-def test_equals_the_walk_with_an_argmax_sampler(case, seed):
+def test_equals_a_walk_with_an_argmax_sampler(case, seed):
     torch.manual_seed(seed)
     argmax = torch.randint(0, case.vocab_size, case.tree.parents.shape)
 
@@ -31,10 +31,10 @@ def test_equals_the_walk_with_an_argmax_sampler(case, seed):
         assert walked.output_token_ids[b].tolist() == padded(emitted, width, -1)
 
 
-def test_the_first_of_equal_siblings_wins_even_over_a_deeper_second():
+def test_the_first_of_equal_siblings_is_accepted_even_if_the_second_is_deeper():
     #      0            tokens: both children are 5; only the second has a child that matches
     #     / \
-    #    1   2          The walk stands at node 1 and must stop there.
+    #    1   2          The walk is at node 1 and must stop there.
     #        |
     #        3
     tree = TokenTree.from_paths([[0], [1], [1, 0]])
@@ -44,7 +44,7 @@ def test_the_first_of_equal_siblings_wins_even_over_a_deeper_second():
     assert verdict.output_token_ids.tolist() == [[5, 6, -1]]
 
 
-def test_absent_drafts_and_cut_nodes_are_never_accepted():
+def test_absent_drafts_and_truncated_nodes_are_never_accepted():
     batch = TreeBatch.from_static(
         TreeTensors.from_tree(TokenTree.chain(3)), torch.tensor([4, 2, 1], dtype=torch.int32)
     )

@@ -1,8 +1,8 @@
-"""The sampler's kernels against the torch rules, through the interpreter here and on a GPU there.
+"""The sampler's kernels against the torch rules, interpreted here and compiled on a GPU.
 
-Paths and tokens must be the same bits. Typical acceptance computes probabilities too; its cases
-have no node so near the bar that rounding (about 1e-6) could move it across, and so the paths must
-be the same as in fp64. How near it gets is tested on its own.
+Paths and tokens must be bitwise equal. Typical acceptance also computes probabilities; its cases
+have no node so close to the threshold that rounding (about 1e-6) could change a decision, so paths
+must equal those in fp64. How close it may get is tested separately.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def static(paths: list[list[int]], num_nodes: list[int], dtype=torch.int64) -> T
 
 
 def poisoned_path(tree: TreeBatch, device: str) -> tuple[Path, Tensor]:
-    """A path to write into, inside larger memory, and that memory."""
+    """A path to write into, inside a larger buffer, and that buffer."""
     batch, columns = tree.batch_size, tree.max_depth + 1
     memory = torch.full((batch + 1, columns + 5), POISON, device=device)
     ends = torch.full((2, batch), POISON, device=device)
@@ -77,7 +77,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 class Cases:
-    """What both the interpreter and a GPU must pass."""
+    """Cases for both the interpreter and a GPU."""
 
     device: str
 
@@ -121,7 +121,7 @@ class Cases:
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("nodes", SIZES)
     def test_boundaries_walk(self, nodes, shape):
-        """Everything is accepted; the last node is cut off; nothing fits."""
+        """Everything is accepted; the last node is cut off; nothing matches."""
         tree = static(SHAPES[shape](nodes), [nodes, max(1, nodes - 1), nodes], torch.int32)
         parents = tree.parents[0].clamp(min=0)
         tokens = torch.arange(nodes).expand(3, -1) + 1000
@@ -133,20 +133,20 @@ class Cases:
         if shape == "chain":
             assert verdict.path.num_accepted.tolist() == [nodes - 1, max(0, nodes - 2), 0]
 
-    def test_the_first_of_equal_siblings_wins_even_over_a_deeper_second(self):
+    def test_the_first_of_equal_siblings_is_accepted_even_if_the_second_is_deeper(self):
         tree = static([[0], [1], [1, 0]], [4])
         tokens, targets = torch.tensor([[0, 5, 5, 6]]), torch.tensor([[5, 6, 6, 7]])
         assert self.check_walk(tree, tokens, targets).output_token_ids.tolist()[0][:2] == [5, 6]
 
     def test_tokens_as_views(self):
-        """Rows of a longer buffer, for tokens and targets."""
+        """Tokens and targets as rows of a longer buffer."""
         case = make_case(3, 4, 20, 2)
         targets = torch.randint(0, 2, (4, 33), generator=generator(0))[:, 9:29]
         wide = torch.full((4, 31), 1)
         wide[:, :20] = case.token_ids
         self.check_walk(case.tree, wide[:, :20], targets)
 
-    def test_a_wrong_parent_is_seen(self):
+    def test_a_wrong_parent_is_detected(self):
         """Negative control."""
         case = make_case(1, 4, 30, 1)
         targets = torch.zeros_like(case.token_ids)
@@ -167,7 +167,7 @@ class Cases:
         return path
 
     def test_random_batches_accept(self):
-        """Scores of few values: ties, both infinities, the largest finite number and NaN."""
+        """Few distinct scores: ties, both infinities, the largest finite number and NaN."""
         largest = torch.finfo(torch.float32).max
         values = torch.tensor([-torch.inf, -1.5, 0.0, -0.0, 2.0, largest, torch.inf, torch.nan])
         for seed in range(50):
@@ -177,7 +177,7 @@ class Cases:
             self.check_accept(tree, accepted, score if seed % 4 else None)
 
     def test_infinity_ties_with_the_largest_number(self):
-        """As `nan_to_num` has it; and nothing is below a NaN."""
+        """As in `nan_to_num`; nothing is below NaN."""
         tree = static([[0], [1]], [3, 3])
         largest = torch.finfo(torch.float32).max
         score = torch.tensor([[0, largest, torch.inf], [0, torch.nan, -torch.inf]])
@@ -187,7 +187,7 @@ class Cases:
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("nodes", SIZES)
     def test_boundaries_accept(self, nodes, shape):
-        """One node refused, first, last or at the edge of a word; then the best of a tie."""
+        """One node rejected: first, last or at the edge of a word; then the best of a tie."""
         tree = static(SHAPES[shape](nodes), [nodes, max(1, nodes - 1)], torch.int32)
         score = torch.randn(2, nodes, generator=generator(nodes))
         for refused in {0, 1, 63, 64, nodes - 1} & set(range(nodes)):
@@ -196,8 +196,8 @@ class Cases:
             self.check_accept(tree, accepted, score)
             self.check_accept(tree, accepted, None)
 
-    def test_a_missing_ancestor_bit_is_seen(self):
-        """Negative control: node 66 hangs under node 65, whose refusal it must heed."""
+    def test_a_missing_ancestor_bit_is_detected(self):
+        """Negative control: node 66 is below node 65, whose rejection must apply to it."""
         tree = static(SHAPES["chain"](70), [70])
         accepted = torch.ones(1, 70, dtype=torch.bool)
         accepted[0, 65] = False
@@ -249,7 +249,7 @@ class Cases:
             accepted += int(path.num_accepted.sum())
         assert accepted > 5
 
-    def test_dispatch_hands_the_bounds_on_in_their_order(self):
+    def test_dispatch_passes_the_bounds_in_order(self):
         case = make_case(3, 4, 20, 3)
         logits = torch.randn(80, 30, generator=generator(4))
         logits[:, :3] += 3
@@ -286,8 +286,8 @@ class Cases:
         deepest = [i for i in range(nodes) if tree.depths[0, i] == 3]
         assert path.last_node.tolist() == [deepest[0]] * 2
 
-    def test_how_near_the_bar_a_node_may_be(self, monkeypatch):
-        """The bar set to the probability, a ten-thousandth above and below it."""
+    def test_distance_to_the_threshold(self, monkeypatch):
+        """The threshold at the probability, and a ten-thousandth above and below it."""
         monkeypatch.setattr(self.kernel, "_SPLIT", 128)
         count, vocab = 12, 1000
         gen = generator(0)
@@ -308,14 +308,14 @@ class Cases:
                 assert path.num_accepted.tolist() == [accepted] * count
 
     def test_the_comparison_is_strict(self):
-        """Two equal logits: p is 0.5 exactly, and so is the bar at epsilon 0.5 or delta 1."""
+        """Two equal logits: p is exactly 0.5, as is the threshold at epsilon 0.5 or delta 1."""
         tree = static([[0]], [2, 2, 2])
         tokens, rows = torch.ones(3, 2, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
         epsilon, delta = torch.tensor([0.5, 0.499, 1.0]), torch.tensor([9.0, 9.0, 0.999])
         path = self.typical(tree, tokens, torch.zeros(1, 2), rows, epsilon, delta)
         assert path.num_accepted.tolist() == [0, 1, 1]
 
-    def test_the_likelier_path_counts_all_its_nodes(self):
+    def test_the_likelihood_of_a_path_includes_all_nodes(self):
         """0.3 * 0.5 against 0.6 * 0.3: the last node alone would choose the other path."""
         tree = static([[0], [1], [0, 0], [1, 0]], [5, 5])
         root, first, second = (0.3, 0.6, 0.05, 0.05), (0.5, 0.3, 0.1, 0.1), (0.3, 0.3, 0.2, 0.2)
@@ -338,7 +338,7 @@ class Cases:
         assert path.num_accepted.tolist() == [1]
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="runs in a process whose Triton interprets, see below")
+@pytest.mark.skipif(not INTERPRETING, reason="runs in a process that interprets Triton, see below")
 class TestInterpreted(Cases):
     device = "cpu"
 
@@ -350,13 +350,13 @@ class TestOnGpu(Cases):
 
     @pytest.mark.parametrize("nodes", [16, 64, 256])
     def test_serving_sizes(self, nodes):
-        """A batch of 32 and a vocabulary of 32,000; its bars are far from every probability."""
+        """A batch of 32 and a vocabulary of 32,000; thresholds are far from every probability."""
         case = make_case(nodes, 32, nodes, 3)
         targets = torch.randint(0, 3, case.token_ids.shape, generator=generator(1))
         self.check_walk(case.tree, case.token_ids, targets)
         case = make_case(nodes, 8, nodes, 3)
         logits = torch.randn(nodes, 32_000, generator=generator(2))
-        logits[:, :3] += 12  # the drafts are among the likely tokens
+        logits[:, :3] += 12  # the drafts are among the probable tokens
         rows = torch.arange(nodes).expand(8, -1)
         bounds = torch.full((8,), 0.2), torch.full((8,), 0.5)
         path = self.check_typical(case.tree, case.token_ids, logits, rows, *bounds)
@@ -386,7 +386,7 @@ class TestOnGpu(Cases):
         assert torch.equal(captured.nodes, path.nodes)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
+@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
 def test_in_a_process_that_interprets():
     run_interpreting(__file__, "TestInterpreted")
 

@@ -1,4 +1,4 @@
-"""The walk emits the target's distribution: chi-square at 1e-6, seeds fixed; broken walks fail."""
+"""The walk emits the target's distribution: chi-square at 1e-6, fixed seeds; broken walks fail."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
 VOCAB = 4
 SAMPLES = 40_000
-# Siblings with equal tokens included: nodes 1 and 3 both carry token 2.
+# Including siblings with equal tokens: nodes 1 and 3 both have token 2.
 TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0]])
 TOKENS = torch.tensor([0, 2, 1, 2, 3, 0, 3, 1])
 PATHS = [(), (2,), (1,), (2,), (2, 3), (2, 0), (1, 3), (2, 1)]  # tokens from the root to each node
@@ -36,7 +36,7 @@ LIMIT = 4.75  # one-sided 1e-6
 
 
 class Target:
-    """p(next | up to two tokens) over a small vocabulary, and three tokens drawn with a walk."""
+    """p(next | up to two tokens) over a small vocabulary, and three tokens sampled with a walk."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -77,30 +77,30 @@ def histogram(tokens: Tensor) -> Tensor:
     return torch.bincount((tokens * places).sum(1), minlength=VOCAB ** tokens.shape[1])
 
 
-def test_marginal_and_joints_are_the_target_s():
+def test_marginal_and_joint_distributions_equal_the_target_s():
     target = Target()
     torch.manual_seed(1)
     out = target.emit(static_batch(SAMPLES))
     joint = target.joint()
     assert excess(histogram(out[:, :1]), target.first) < LIMIT
-    # histogram() counts the first token fastest, so the tables are transposed to match.
+    # In histogram() the first token varies fastest, so the tables are transposed to match.
     assert excess(histogram(out[:, :2]), joint.sum(2).T) < LIMIT
     assert excess(histogram(out), joint.permute(2, 1, 0)) < LIMIT
 
 
-def test_control_a_wrong_parent_is_noticed():
+def test_control_a_wrong_parent_is_detected():
     """Node 6 (token 3 under node 2) accepted as a child of node 3, node 7 as one of node 2."""
     target = Target()
     torch.manual_seed(1)
     tree = static_batch(SAMPLES)
     parents = tree.parents.clone()
-    parents[:, 4], parents[:, 6] = 2, 1  # both carry token 3, under the wrong sibling
+    parents[:, 4], parents[:, 6] = 2, 1  # both have token 3, under the wrong sibling
     out = target.emit(dataclasses.replace(tree, parents=parents))
     assert excess(histogram(out), target.joint().permute(2, 1, 0)) > 2 * LIMIT
 
 
-def test_control_drafts_taken_unchecked_are_noticed():
-    """Accepting the first draft unless the sample is another child: a draft gets extra mass."""
+def test_control_unchecked_drafts_are_detected():
+    """Accepting the first draft unless the sample is another child: its probability is too high."""
     target = Target()
     torch.manual_seed(1)
     out = target.emit(static_batch(SAMPLES))
@@ -110,8 +110,8 @@ def test_control_drafts_taken_unchecked_are_noticed():
 
 @settings(max_examples=100)
 @given(case=cases, seed=st.integers(0, 2**31), early_exit=st.booleans())
-def test_follows_the_samples(case, seed, early_exit):
-    """Any samples, different at every visit: the walk is the plain loop, with early exit or not."""
+def test_the_path_follows_the_samples(case, seed, early_exit):
+    """Any samples, different at every visit: the walk is the plain loop, also with early exit."""
     torch.manual_seed(seed)
     levels = case.tree.max_depth + 1
     samples = torch.randint(0, case.vocab_size, (levels, case.batch_size))
@@ -119,7 +119,7 @@ def test_follows_the_samples(case, seed, early_exit):
 
     def sample(level, nodes, active):
         calls.append(active.clone())
-        return torch.where(active, samples[level], 0)  # a token that may match: must be ignored
+        return torch.where(active, samples[level], 0)  # may match, but must be ignored
 
     verdict = lossless_walk(case.tree, case.token_ids, sample, early_exit)
     for b in range(case.batch_size):
@@ -137,7 +137,7 @@ def test_follows_the_samples(case, seed, early_exit):
 
 
 @pytest.mark.parametrize("early_exit", [False, True])
-def test_no_draft_at_all_is_plain_decoding(early_exit):
+def test_without_drafts_it_is_plain_decoding(early_exit):
     tree = TreeBatch.from_static(TreeTensors.from_tree(TREE), torch.tensor([1, 1]))
     verdict = lossless_walk(
         tree, TOKENS.expand(2, -1), lambda *_: torch.tensor([2, 1]), early_exit=early_exit

@@ -40,7 +40,7 @@ def test_rules_and_compaction(fake):
         kv.copy_slots(torch.rand(5, 3, 4, 10), src, dst, (0, 3))
 
 
-def test_control_early_exit_asks(fake):
+def test_control_early_exit_syncs(fake):
     tree, tokens = fake
     with pytest.raises(DataDependentOutputException):
         sampler.lossless_walk(tree, tokens, argmax, early_exit=True)

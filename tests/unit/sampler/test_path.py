@@ -34,7 +34,7 @@ def test_longest_then_best_then_first(case, seed, scored):
         assert int(path.last_node[b]) == nodes[-1]
 
 
-def test_nan_and_infinite_scores_still_give_a_deepest_path():
+def test_nan_and_infinite_scores_give_a_deepest_path():
     tensors = TreeTensors.from_tree(TokenTree.dense([3]))
     tree = TreeBatch.from_static(tensors, torch.tensor([4, 4, 4]))
     nan, inf = torch.nan, torch.inf
@@ -43,7 +43,7 @@ def test_nan_and_infinite_scores_still_give_a_deepest_path():
     assert path.last_node.tolist() == [1, 3, 1]
 
 
-def test_a_tree_cut_to_its_root_accepts_nothing():
+def test_a_tree_truncated_to_its_root_accepts_nothing():
     tensors = TreeTensors.from_tree(TokenTree.chain(3))
     tree = TreeBatch.from_static(tensors, torch.tensor([1]))
     path = accept_path(tree, torch.ones(1, 4, dtype=torch.bool))

@@ -24,7 +24,7 @@ def expected_path(case: Case, b: int, probs: list, epsilon: float, delta: float)
         if parent in paths and probs[parent][token] > bar(probs[parent], epsilon, delta):
             paths[i] = [*paths[parent], i]
             likelihood[i] = likelihood[parent] + math.log(probs[parent][token])
-    # Rounded, so that sums that are equal but for the last bits tie here too.
+    # Rounded, so that sums that differ only in the last bits tie here too.
     return min(paths.values(), key=lambda p: (-len(p), -round(likelihood[p[-1]], 4), p[-1]))
 
 
@@ -34,12 +34,12 @@ def expected_path(case: Case, b: int, probs: list, epsilon: float, delta: float)
 )
 def test_longest_then_likeliest_then_first(case, seed, epsilon, delta):
     torch.manual_seed(seed)
-    # Few distinct rows, some with zeros, so that ties and impossible tokens happen.
+    # Few distinct rows, some with zeros, so that ties and impossible tokens occur.
     rows = torch.softmax(2 * torch.randn(3, case.vocab_size + 1), -1)
     rows[0, 0] = 0
     rows = rows / rows.sum(-1, keepdim=True)
     probs = rows[torch.randint(0, 3, case.tree.parents.shape)]  # [B, N, V]
-    # Requests differ: the last one hardly accepts anything.
+    # Requests differ: the last one accepts almost nothing.
     bounds = torch.tensor([[epsilon, delta]] * (case.batch_size - 1) + [[1.0, 1.0]]).T
     path = typical_path(case.tree, case.token_ids, probs, bounds[0], bounds[1])
     for b in range(case.batch_size):
@@ -70,7 +70,7 @@ def test_the_comparison_is_strict(dtype):
     assert path.num_accepted.tolist() == [0, 1]
 
 
-def test_absent_draft_is_rejected_and_the_final_token_is_the_caller_s():
+def test_an_absent_draft_is_rejected_and_the_caller_chooses_the_final_token():
     tree = TreeBatch.from_static(TreeTensors.from_tree(TokenTree.chain(2)), torch.tensor([3]))
     probs = torch.full((1, 3, 2), 0.5)
     tokens = torch.tensor([[0, 1, -1]])

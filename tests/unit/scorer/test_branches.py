@@ -1,4 +1,4 @@
-"""One level of a drafter's trees: the rows of its nodes are those of the whole tree."""
+"""One level of a drafter's trees: the rows of its nodes equal those of the whole tree."""
 
 from dataclasses import replace
 
@@ -30,13 +30,13 @@ def test_rows_of_the_newest_level(bases: list[int], dtype: torch.dtype) -> None:
 
     torch.testing.assert_close(attend(seen), newest)
     others = seen.clone()
-    others[:, -1, 1:-1] ^= True  # a node sees those it must not, and not its own ancestors
+    others[:, -1, 1:-1] ^= True  # a node sees forbidden nodes instead of its ancestors
     wrong = (attend(others).float() - newest.float()).abs().amax((1, 2))
     assert (wrong.view(-1, queries) > 0.01).tolist() == [[False] * 3 + [True]] * len(bases)
 
 
-def test_levels_of_the_paged_form() -> None:
-    """Each of three levels is what the whole tree's rows are; its bits stay where they were."""
+def test_levels_in_paged_attention() -> None:
+    """Each of three levels equals the whole tree's rows; its bits stay in the same memory."""
     size, queries, requests = 66, 22, 2
     case = make_paged([tree(size, 40), tree(size, 3)], heads=(2, 1))
     seen = unpack_ancestors(case.batch.ancestor_bits, size)

@@ -1,4 +1,4 @@
-"""Root paths laid out as chains, against the paths themselves."""
+"""Root paths laid out as chains, compared with the paths themselves."""
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ def check(tree: TreeBatch, counts: list[int], by_path: list[bool]) -> None:
     layout = lay_out(tree, torch.from_numpy(chained), torch.from_numpy(first), int(first[-1]))
     assert len(layout.rows) == len(layout.local) == first[-1]
     assert layout.index.shape == (len(counts), num_nodes.max())
-    logits_row = 0  # of the request's root
+    logits_row = 0  # row of the request's root
     for b, count in enumerate(counts):
         assert first[b + 1] - first[b] == count * (height(tree) if chained[b] else 1)
         for node in range(layout.index.shape[1]):
@@ -40,10 +40,10 @@ def check(tree: TreeBatch, counts: list[int], by_path: list[bool]) -> None:
         logits_row += count
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.from_numpy(np.diff(first)))
     row = torch.arange(len(owner))
-    assert torch.equal(owner[row - layout.local.long()], owner)  # no history is another's
+    assert torch.equal(owner[row - layout.local.long()], owner)  # histories are separate
 
 
-# Per request: the nodes it verifies, and whether it needs chains.
+# Per request: number of nodes, and whether it needs chains.
 requests = st.lists(
     st.tuples(st.integers(1, BUSHY.num_nodes), st.booleans()), min_size=1, max_size=6
 )
@@ -57,7 +57,7 @@ def test_one_tree_for_all(shape):
 
 
 @given(requests, st.randoms(use_true_random=False))
-def test_trees_of_their_own(shape, rng):
+def test_a_tree_per_request(shape, rng):
     counts, by_path = map(list, zip(*shape, strict=True))
     parents = []
     for _ in counts:

@@ -1,11 +1,11 @@
-"""The Triton kernel against the fp64 reference, through the interpreter here and on a GPU there.
+"""The Triton kernel against the fp64 reference, interpreted here and compiled on a GPU.
 
-Every case is poisoned (`support.paged_batches`), so reading what no row may see shows as NaN.
+Every case is poisoned (`support.paged_batches`), so forbidden reads give NaN.
 
-Tolerances. fp32: sums in another order, 1e-5 is 80 ulp of outputs near 1. Half types: weights are
+Tolerances. fp32: another summation order, 1e-5 is 80 ulp of outputs near 1. Half types: weights are
 rounded before the second product, each by u/2 (u = 2**-10 for fp16, 2**-7 for bf16), and the
-output is rounded once more, so the error stays under u * max|value| of about 4. The interpreter
-truncates to bf16 instead of rounding, which doubles it. fp8 is exact in each of them.
+output is rounded again, so the error is below u * max|value| of about 4. The interpreter
+truncates to bf16 instead of rounding, which doubles it. fp8 is exactly representable in all.
 """
 
 import random
@@ -33,18 +33,18 @@ MIXED.append(PADDING)
 
 
 def check(case: Case, by_torch: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE, which are right by the reference, or by the twin in torch."""
+    """Output and LSE, checked against the reference or the torch twin."""
     assert kernels.uses_kernel(case.query.device.type)
     out, lse = case.run()
     error, lse_error = (case.differences_to_torch if by_torch else case.differences)(out, lse)
     assert error < TOLERANCE[case.query.dtype]
-    # fp32 inputs: logits up to 30 in base 2; half inputs are exact in fp32, so the same bound
+    # fp32 inputs: logits up to 30 in base 2; half inputs are exact in fp32: same limit
     assert lse_error < 2e-5
     return out, lse
 
 
 def stack_bytes(cubin: bytes, tmp_path: Path) -> int:
-    """Register spills of a thread."""
+    """Register spills per thread."""
     import triton
 
     file = tmp_path / "kernel.cubin"
@@ -57,7 +57,7 @@ def stack_bytes(cubin: bytes, tmp_path: Path) -> int:
 
 
 class Cases:
-    """What both the interpreter and a GPU must pass."""
+    """Cases for both the interpreter and a GPU."""
 
     device: str
 
@@ -99,7 +99,7 @@ class Cases:
         check(self.make([tree(nodes, context)], heads=(2, 2), splits=1 + nodes % 2))
 
     @pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 31, 32, 63, 64, 65])
-    def test_edges_of_blocks_and_tiles(self, context):
+    def test_boundaries_of_blocks_and_tiles(self, context):
         for window in (None, 3):
             case = self.make([tree(3, context), tree(16, context), decode(context)], window=window)
             check(case)
@@ -116,12 +116,12 @@ class Cases:
         check(self.make(requests, heads=(1, 1), window=window, splits=1 + window % 2))
 
     def test_rows_of_a_request_in_many_tiles(self):
-        """70 nodes of 7 heads are several tiles, and so are 90 rows of a chunk."""
+        """70 nodes of 7 heads take several tiles, as do 90 rows of a chunk."""
         for dtype in (F32, F16):
             check(self.make([tree(70, 40), chunk(90, 80)], heads=(7, 1), dtype=dtype))
 
-    def test_both_ways_to_find_a_request(self):
-        """Loose bounds make the kernel search, tight ones give every request its tiles."""
+    def test_both_ways_of_finding_a_request(self):
+        """Loose bounds make the kernel search; tight ones give every request its tiles."""
         for slack in (0, 500):
             check(self.make([tree(16, 30)] * 5, heads=(2, 2), slack=slack))
             check(self.make([PADDING, tree(40, 3), PADDING, decode(9), PADDING], slack=slack))
@@ -152,12 +152,12 @@ class Cases:
         out, _ = part.run(paged_tree_attention_torch, torch.float64)
         assert (out - expected[rows.to(self.device)]).abs().amax() < 1e-12
 
-    def test_nothing_to_do(self):
+    def test_empty_batch(self):
         out, _ = self.make([PADDING, PADDING], spare_rows=4).run()
         assert out.isnan().all()
         self.make([PADDING], nodes=3).run()
 
-    def test_lse_and_scales_may_be_left_out(self):
+    def test_lse_and_scales_are_optional(self):
         case = self.make([tree(6, 20)], kv_dtype=FP8_DTYPES[0])
         case = replace(case, options={**case.options, "k_scale": None, "v_scale": None})
         check(case)
@@ -167,7 +167,7 @@ class Cases:
             assert torch.equal(case.run(lse=None)[0], expected)
 
     def test_parts_merge_by_their_lse(self):
-        """The context alone and the tree alone, computed apart, are the whole."""
+        """The context alone and the tree alone, computed separately, give the whole."""
         case = self.make([tree(12, 48)], heads=(4, 2))
         whole, total = case.run()
         batch = case.batch
@@ -186,8 +186,8 @@ class Cases:
         "wrong",
         ["mask off", "index for depth", "one bit", "no tree", "lengths", "blocks", "rows", "swap"],
     )
-    def test_wrong_metadata_is_seen(self, wrong, window):
-        """Negative controls: the reference reads none of it, so every wrong field must show."""
+    def test_wrong_metadata_is_detected(self, wrong, window):
+        """Negative controls: the reference reads none of it, so wrong fields must be detected."""
         case = self.make([tree(12, 40), tree(12, 30)], heads=(2, 1), window=window)
         check(case)
         batch = case.batch
@@ -207,9 +207,9 @@ class Cases:
         out, _ = case.with_batch(**changes[wrong]).run()
         error = (out.double() - case.expected()[0]).abs().amax()
         if wrong == "index for depth" and window is None:
-            assert error < TOLERANCE[F32]  # depths matter to windows only
+            assert error < TOLERANCE[F32]  # depths only matter with windows
         else:
-            assert not error < 1e-2  # nor is NaN
+            assert not error < 1e-2  # also false for NaN
 
     @pytest.mark.parametrize("seed", range(20))
     def test_random_batches(self, seed):
@@ -245,20 +245,20 @@ class Cases:
 
 
 class TestInterpreted(Cases):
-    __test__ = INTERPRETING  # in a process of its own, see below
+    __test__ = INTERPRETING  # in a separate process, see below
     device = "cpu"
 
     @pytest.mark.parametrize(
         ("request_", "window", "unmasked"),
         [
-            (chunk(70, 40), None, 2 + 3 + 4 + 5 + 6),  # all that lies before a tile of rows
+            (chunk(70, 40), None, 2 + 3 + 4 + 5 + 6),  # everything before a tile of rows
             (chunk(70), None, 0 + 1 + 2 + 3 + 4),
             (tree(70, 40), None, 5 * 2),
             (chunk(70, 40), 50, 0),
         ],
     )
-    def test_tiles_that_need_no_mask(self, monkeypatch, request_, window, unmasked):
-        """Only those look blocks up for all of their keys."""
+    def test_tiles_without_a_mask(self, monkeypatch, request_, window, unmasked):
+        """Only these look up blocks for all of their keys."""
         from triton.runtime.interpreter import InterpreterBuilder
 
         small = tiles.Tiles(16, 16, 4, 1)
@@ -273,8 +273,8 @@ class TestInterpreted(Cases):
         check(self.make([request_], heads=(1, 1), window=window))
         assert loaded.count(16) == unmasked
 
-    def test_control_no_integer_overflows(self):
-        """What kernels are interpreted with looks at every sum and product."""
+    def test_control_integer_overflows_are_detected(self):
+        """The interpreter checks every sum and product of kernels."""
         import triton
 
         @triton.jit
@@ -285,8 +285,8 @@ class TestInterpreted(Cases):
         with pytest.raises(triton.runtime.errors.InterpreterError, match="add of int32"):
             twice[1,](2**30)
 
-    def test_small_tiles_give_the_same(self, monkeypatch):
-        """Sixteen rows and sixteen keys a tile: every loop and every edge is met."""
+    def test_small_tiles_give_the_same_result(self, monkeypatch):
+        """Sixteen rows and sixteen keys per tile: every loop and every edge is covered."""
         small = tiles.Tiles(16, 16, 4, 1)
         monkeypatch.setattr("vllm_medusa.scorer.launch.tile_sizes", lambda *_: small)
         for window, splits in ((None, 1), (6, 3)):
@@ -306,7 +306,7 @@ class TestOnGpu(Cases):
 
     @pytest.mark.parametrize("heads", [(32, 32), (32, 8), (8, 1), (64, 8), (14, 2)], ids=str)
     def test_serving_sizes(self, heads):
-        """Long contexts, tiles as they are served, as many parts as there may be."""
+        """Long contexts, tiles as in serving, the max number of parts."""
         requests = [tree(64, 6000), chunk(150, 700), decode(511), tree(16, 0), PADDING]
         for dtype in (BF16, F16):
             for splits in (1, 16, 64):
@@ -319,11 +319,11 @@ class TestOnGpu(Cases):
     @pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPES[0]])
     @pytest.mark.parametrize("rows", [64, 128])
     def test_many_launches_give_the_same_bits(self, monkeypatch, rows, kv_dtype):
-        """No product and no fetch ahead reads what another one writes (triton#9433)."""
+        """No product or prefetch reads what another one writes (triton#9433)."""
         from vllm_medusa.scorer import launch
 
         requests = [tree(64, 1400 + 10 * n) for n in range(8)]
-        heads = (rows // 8, 8)  # so many rows of 64 nodes and a key head
+        heads = (rows // 8, 8)  # rows per key head for 64 nodes
         case = self.make(requests, heads=heads, dim=128, dtype=BF16, kv_dtype=kv_dtype, splits=4)
         chosen, real = [], launch.tile_sizes
 
@@ -346,7 +346,7 @@ class TestOnGpu(Cases):
             assert off.item() == 0, f"{chosen[-1]}"
 
     def test_graph_capture_replays_with_new_lengths(self):
-        """Captured with dummy lengths, replayed with real ones: nothing was read by the host."""
+        """Captured with dummy lengths, replayed with real ones: the host must not read them."""
         case = self.make([tree(16, 90), tree(16, 200), PADDING], splits=4, dtype=F16)
         expected, _ = case.run()
         batch = case.batch
@@ -388,15 +388,15 @@ def test_splits_follow_the_device(monkeypatch):
     assert splits(1, 32, 32, 64) == 1  # a CPU is one multiprocessor
     limits = tiles.DeviceLimits(132, 227 * 1024, async_mma=True)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
-    assert splits(1, 32, 32, 64) == 8  # 32 programs, one a head; two fit on a multiprocessor
+    assert splits(1, 32, 32, 64) == 8  # 32 programs, one per head; two fit on a multiprocessor
     assert splits(1, 64, 8, 64) == 4  # 32 again: 512 folded rows are four tiles
     assert splits(1, 64, 8, 1) == 32
     assert splits(32, 32, 32, 64) == 1
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
-def test_a_call_makes_no_tensor_and_reads_none():
-    """Of all torch operators only views are called: nothing is allocated, copied or waited for."""
+def test_a_call_creates_and_reads_no_tensor():
+    """Only view operators of torch are called: nothing is allocated, copied or synced."""
     pytest.importorskip("triton")
     from vllm_medusa.scorer import launch
 
@@ -416,7 +416,7 @@ def test_a_call_makes_no_tensor_and_reads_none():
     assert set(called) <= {"aten.view.dtype", "aten.detach.default"}
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
+@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
 def test_in_a_process_that_interprets():
     run_interpreting(__file__, "TestInterpreted")
 
@@ -440,9 +440,9 @@ WITH_ALL = {"window": 50, "softcap": 30.0, "sinks": True}
     ids=str,
 )
 def test_it_compiles_without_a_gpu(monkeypatch, tmp_path, capability, shared, options):
-    """Within the shared memory its tiles were chosen for, and with (nearly) all in registers.
+    """Within the shared memory assumed for its tiles, and with (nearly) everything in registers.
 
-    The stack of a thread is what did not fit into its registers; 160 bytes are 40 of 255.
+    A thread's stack holds what did not fit into registers; 160 bytes are 40 of 255.
     """
     pytest.importorskip("triton")
     from vllm_medusa.scorer import launch
@@ -463,7 +463,7 @@ def test_it_compiles_without_a_gpu(monkeypatch, tmp_path, capability, shared, op
     expected = tiles.shared_bytes(*sizes, query, key, limits.async_mma)
     assert 0 <= expected - compiled["attend"].metadata.shared <= made.block_m * 64 * query + 5120
     ptx = compiled["attend"].asm["ptx"]
-    assert "cp.async" in ptx  # keys are fetched ahead
+    assert "cp.async" in ptx  # keys are prefetched
     assert ("wgmma" in ptx) == (capability == 90)
-    # triton#9433: weights lie in registers, so no product may be under way when they are made
+    # triton#9433: weights are in registers, so no product may be in flight when they are written
     assert set(re.findall(r"wgmma.wait_group.sync.aligned (\d+)", ptx)) <= {"0"}

@@ -26,7 +26,7 @@ def test_offsets_cover_every_element_once(isa):
 
 
 @pytest.mark.parametrize("isa", SUPPORTED_ISAS)
-def test_blocks_may_stand_apart(isa):
+def test_blocks_may_have_gaps(isa):
     cache = numbered_cache(isa)
     apart = torch.full((4, 3 * 2 * 32 * 64), float("nan"))[:, : 2 * 32 * 64].view(4, 2, 32, 64)
     apart.copy_(cache)
@@ -43,11 +43,11 @@ def test_blocks_may_stand_apart(isa):
 
 @settings(max_examples=50)
 @given(st.sampled_from(SUPPORTED_ISAS), st.permutations(range(128)), st.integers(0, 8))
-def test_copy_reads_all_before_it_writes(isa, slots, count):
+def test_copy_reads_everything_before_writing(isa, slots, count):
     cache = numbered_cache(isa)
     src, dst = torch.tensor(slots[20:28]), torch.tensor(slots[20:28])  # no-ops
     src[:count] = torch.tensor(slots[:count])
-    dst[:count] = torch.tensor(slots[1 : count + 1])  # a chain: each target is the next source
+    dst[:count] = torch.tensor(slots[1 : count + 1])  # a chain: each destination is the next source
     before = gather_tokens(cache, isa, torch.arange(128))
     copy_tokens(cache, isa, src, dst)
     after = gather_tokens(cache, isa, torch.arange(128))

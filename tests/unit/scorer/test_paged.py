@@ -1,6 +1,6 @@
-"""The reference against torch's SDPA, and the torch twin of the kernel against the reference.
+"""The reference against torch's SDPA, and the kernel's torch twin against the reference.
 
-All of it is fp64, so 1e-12 is a thousand roundings of numbers near 1.
+Everything is fp64, so 1e-12 is a thousand roundings of numbers near 1.
 """
 
 import subprocess
@@ -44,7 +44,7 @@ def test_the_twin_equals_the_reference(options):
 
 
 def test_keys_of_a_small_tree():
-    """0 is the parent of 1 and 2, which is the parent of 3; two tokens of context."""
+    """0 is the parent of 1 and 2, and 2 of 3; two tokens of context."""
     seen = visible_keys(2, [-1, 0, 0, 2])
     assert seen.int().tolist() == [
         [1, 1, 1, 0, 0, 0],
@@ -76,14 +76,14 @@ def test_reference_is_sdpa_for_a_chunk():
     assert (out - expected.transpose(0, 1)).abs().max() < 1e-12
 
 
-def test_a_chain_is_a_chunk():
+def test_a_chain_equals_a_chunk():
     case = make_case([tree(9, 21, "chain")], window=5)
     causal = case.with_batch(is_tree=torch.tensor([False]))
     assert torch.equal(twin(case)[0], twin(causal)[0])
 
 
 def test_dummy_batch_without_context_for_its_rows():
-    """While graphs are captured seq_lens may be 1 for every request, whatever its rows."""
+    """During graph capture seq_lens may be 1 for every request, with any number of rows."""
     case = make_case([tree(6, 0), chunk(4, 0)])
     case = case.with_batch(seq_lens=torch.ones(2, dtype=torch.int32))
     out, lse = twin(case)
@@ -112,14 +112,14 @@ def test_without_triton_or_a_gpu_the_twin_runs():
     assert "ImportError: Medusa on cuda requires Triton" in done.stderr, done.stderr
 
 
-def test_workspace_may_be_made_in_inference_mode():
+def test_workspace_may_be_created_in_inference_mode():
     with torch.inference_mode():
         space = SplitWorkspace.allocate(10, 16, "cpu")
     space.values.fill_(0.0)
     space.lse.fill_(0.0)
 
 
-def test_workspace_knows_how_many_parts_it_holds():
+def test_workspace_states_its_number_of_parts():
     space = SplitWorkspace.allocate(100, 16, "cpu")
     assert space.max_splits(5, 4, 16) == 5
     assert space.max_splits(5, 4, 32) == 2  # layers with wider heads

@@ -17,7 +17,7 @@ def test_ragged_rows_are_the_documented_example():
 
 
 @given(sizes_and_bases, st.integers(0, 3), st.booleans())
-def test_written_rows_equal_a_loop_and_others_stay(cases, gap, wide):
+def test_written_rows_equal_a_loop_and_others_are_unchanged(cases, gap, wide):
     sizes, bases = [n for n, _ in cases], [c for _, c in cases]
     tree = random_tree_batch(sizes, torch.Generator().manual_seed(len(cases)), "random")
     total = sum(sizes)

@@ -1,4 +1,4 @@
-"""The layout of a step against the same thing written as loops."""
+"""The layout of a step against the same layout written as loops."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from vllm_medusa.tree.batch import TreeTensors
 
 TREE = TokenTree.dense([3, 2])  # 10 nodes
 
-# Per request: scheduled tokens before its first node (a prefill's), nodes it verifies.
+# Per request: scheduled tokens before its first node (prefill), nodes to verify.
 requests = st.lists(
     st.tuples(st.integers(0, 5), st.integers(1, TREE.num_nodes)), min_size=1, max_size=6
 )
@@ -37,7 +37,7 @@ def build(shape: list[tuple[int, int]]) -> tuple[TreeStep, list[list[int]], torc
 
 
 @given(requests)
-def test_every_node_finds_its_row(shape):
+def test_every_node_has_its_row(shape):
     step, rows_of, ids = build(shape)
     assert step.batch_size == len(shape)
     assert step.tree.max_nodes == max(nodes for _, nodes in shape)
@@ -51,7 +51,7 @@ def test_every_node_finds_its_row(shape):
 
 
 @given(requests)
-def test_slots_are_where_the_runner_put_the_rows(shape):
+def test_slots_are_those_of_the_rows(shape):
     step, rows_of, ids = build(shape)
     mapping = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1)) + 1000
     step.slot_mappings = {0: mapping, 1: mapping + 5000}

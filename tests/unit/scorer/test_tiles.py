@@ -1,4 +1,4 @@
-"""Tile sizes keep within registers and shared memory; splits fill a GPU without overfilling it."""
+"""Tile sizes fit into registers and shared memory; splits fill a GPU without overfilling it."""
 
 import pytest
 
@@ -28,8 +28,8 @@ def test_tiles_fit(head_size, query, key, device):
         for size in (tiles.block_m, tiles.block_n):
             assert size >= 16 and size & (size - 1) == 0
         assert 64 % tiles.block_n == 0  # never two words of an ancestor mask
-        assert tiles.block_m * dim <= 64 * 32 * tiles.num_warps  # accumulators of a thread
-        assert 255 * 32 * tiles.num_warps * tiles.per_sm <= 65536  # registers of a multiprocessor
+        assert tiles.block_m * dim <= 64 * 32 * tiles.num_warps  # accumulators per thread
+        assert 255 * 32 * tiles.num_warps * tiles.per_sm <= 65536  # registers per multiprocessor
         sizes = dim, tiles.block_m, tiles.block_n, tiles.num_stages
         used = shared_bytes(*sizes, query, key, device.async_mma)
         assert tiles.per_sm * (used + 1024) <= device.shared_bytes + 1024
@@ -37,8 +37,8 @@ def test_tiles_fit(head_size, query, key, device):
         assert tiles.block_m >= min(rows, 128 if (query == 2 and dim <= 128) else 16)
 
 
-def test_two_programs_come_before_keys_further_ahead():
-    assert tile_sizes(128, 64, 2, 2, H100) == PAIRED  # with 5 stages one would fit
+def test_two_programs_are_preferred_to_prefetching():
+    assert tile_sizes(128, 64, 2, 2, H100) == PAIRED  # with 5 stages only one would fit
     assert tile_sizes(128, 256, 2, 2, H100) == ALONE
     assert tile_sizes(128, 64, 2, 1, H100) == Tiles(64, 64, 4, 5, per_sm=2)
 
@@ -59,7 +59,7 @@ def test_one_request_with_a_long_context_fills_the_gpu():
         for tiles in (ALONE, PAIRED):
             splits, slots = splits_of(programs, 32768, sms, tiles), sms * tiles.per_sm
             assert 0.8 * slots < splits * programs <= slots or splits == MAX_SPLITS
-    assert splits_of(32, 4160, tiles=PAIRED) == 8  # 256 of 264 places
+    assert splits_of(32, 4160, tiles=PAIRED) == 8  # 256 of 264 slots
 
 
 def test_full_batches_and_short_contexts_are_not_split():
@@ -69,13 +69,13 @@ def test_full_batches_and_short_contexts_are_not_split():
     assert splits_of(0, 0) == 1
 
 
-def test_parts_cost_what_they_weigh():
-    """Four programs of 128 rows each, as of a 70B model on 8 GPUs, write 256 KB of parts a split.
+def test_the_cost_of_parts_depends_on_their_size():
+    """Four programs of 128 rows each, as in a 70B model on 8 GPUs, write 256 KB of parts per split.
 
-    So few keys are not cut as finely as places would allow; keys of one byte weigh half of that.
+    So few keys are not split as finely as slots would allow; one-byte keys count half.
     """
     assert splits_of(4, 4160) == 22 < 132 // 4
-    assert splits_of(4, 4160, tiles=Tiles(16, 64, 4, 5)) == 33  # parts of 16 rows hardly count
+    assert splits_of(4, 4160, tiles=Tiles(16, 64, 4, 5)) == 33  # parts of 16 rows cost little
     assert num_splits(4, 4160, 132, ALONE, 1) < 22
 
 

@@ -1,4 +1,4 @@
-"""The CPU path against the fp64 reference; every cache is NaN wherever no tree may look.
+"""The CPU path against the fp64 reference; every cache is NaN wherever no tree may read.
 
 Tolerances: fp32 results differ by summation order, ``1e-5`` is 80 ulp of outputs near 1. The half
 types add one rounding of the output, half an ulp of its largest value (4 and 2**-8, 4 and 2**-11).
@@ -19,7 +19,7 @@ UNTOUCHED = 7.0
 
 
 def error(case: Case, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> float:
-    """Largest difference to the reference; rows between the trees must stay as they were."""
+    """Largest difference from the reference; rows between the trees must be unchanged."""
     out = torch.full_like(case.query, UNTOUCHED)
     expected = torch.full(case.query.shape, UNTOUCHED, dtype=torch.float64)
     result = tree_attention(case.query, case.kv_cache, case.meta, case.scale, softcap, sinks, out)
@@ -79,7 +79,7 @@ def test_window_smaller_than_the_tree_is_deep(window):
     assert changed == list(range(window))
 
 
-def test_one_changed_slot_reaches_exactly_its_descendants():
+def test_a_changed_slot_affects_exactly_its_descendants():
     case = make_case([9, 14], [20, 33])
     layout = case.meta.layout
     before = tree_attention(case.query, case.kv_cache, case.meta, case.scale)
@@ -105,8 +105,8 @@ def test_a_causal_mask_is_not_a_tree():
 
 
 @pytest.mark.parametrize("wrong", ["base", "blocks", "window", "depths", "rows", "ancestors"])
-def test_wrong_metadata_is_seen(wrong):
-    """Negative controls: the reference reads no metadata, so every wrong field must show."""
+def test_wrong_metadata_is_detected(wrong):
+    """Negative controls: the reference reads no metadata, so every wrong field must be detected."""
     case = make_case([16, 16], [40, 40], window=5)
     assert error(case) < 1e-5
     tree = case.tree
@@ -124,17 +124,17 @@ def test_wrong_metadata_is_seen(wrong):
         ancestors[1, 15, 15] = False
         fields["tree"] = replace(tree, ancestors=ancestors)
     broken = plan_trees(layout=case.meta.layout, num_heads=4, **fields)
-    assert not error(replace(case, meta=broken)) < 1e-2  # nor is NaN
+    assert not error(replace(case, meta=broken)) < 1e-2  # also false for NaN
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [None, 1900])
-def test_long_contexts_are_attended_in_parts(dtype, window):
+def test_long_contexts_are_split(dtype, window):
     case = make_case([1, 2], [2100, 5], heads=(4, 1), dtype=dtype, window=window)
     assert error(case, 3.0, torch.linspace(-1, 1, 4)) < TOLERANCE[dtype]
 
 
-def test_layers_share_a_plan_and_strided_rows_are_fine():
+def test_layers_share_a_plan_and_rows_may_be_strided():
     case = make_case([6, 3], [40, 9], heads=(4, 2))
     packed = torch.randn(9, 4 + 2 + 2, 32)
     strided = replace(case, query=packed[:, :4])
@@ -154,8 +154,8 @@ def test_refusals_name_the_value_and_the_remedy():
         plan_trees(*fields, 5)
 
 
-def test_truncated_results_are_the_next_towards_zero():
-    """As vLLM's kernel for CPUs without bf16 instructions has them; about half differ."""
+def test_truncation_is_toward_zero():
+    """As in vLLM's kernel for CPUs without bf16 instructions; about half differ."""
     case = make_case([9, 3], [40, 7], dtype=torch.bfloat16)
     both = [
         tree_attention(case.query, case.kv_cache, case.meta, case.scale, truncate=truncate)

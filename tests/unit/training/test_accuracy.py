@@ -1,4 +1,4 @@
-"""Ranks as the proposer would draw the guesses, and sums that add up over batches."""
+"""Ranks in the proposer's order, and sums that are additive over batches."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def make_heads(token_map: torch.Tensor | None) -> MedusaHeads:
     return heads
 
 
-def test_a_rank_is_the_place_in_the_proposers_list():
+def test_a_rank_is_the_position_in_the_proposers_list():
     logits = torch.randn(17, K, V, generator=torch.Generator().manual_seed(0)).round()
     assert bool((logits.sort(-1).values.diff(dim=-1) == 0).any()), "many equal logits"
     order = stable_topk(logits, V)  # [N, K, V]
@@ -41,8 +41,8 @@ def test_batches_add_up():
 
 
 @pytest.mark.parametrize("count", [4, 12], ids=["below TOP", "above TOP"])
-def test_labels_outside_the_draft_vocabulary_are_missed_and_have_no_loss(count):
-    """The mean loss is over the labels that have one; top k is over all labels."""
+def test_labels_outside_the_draft_vocabulary_are_misses_without_loss(count):
+    """The mean loss is over labels with a loss; top k is over all labels."""
     token_map = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:count]
     heads = make_heads(token_map)
     matrix = torch.randn(V, H)

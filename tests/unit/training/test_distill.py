@@ -19,23 +19,23 @@ class Scripted:
     """An engine with scripted answers; letters are tokens, and 3 ends a turn."""
 
     script: Mapping[str, tuple[Sequence[int], str]]  # key -> token ids, finish reason
-    rewrite: bool = False  # the template says earlier answers in upper case
-    end: int = EOT  # what the template ends a turn with
-    longest: int = 1000  # prompt
-    asked: dict[str, list[int]] = field(default_factory=dict)
+    rewrite: bool = False  # the template renders earlier answers in upper case
+    end: int = EOT  # end token of the template
+    longest: int = 1000  # max length of a prompt
+    requests: dict[str, list[int]] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
 
     def submit(self, key, prompt, seed, options=None):
         if len(prompt) > self.longest:
             raise RequestRefused("too long")
-        self.asked[key] = list(prompt.encode()) if isinstance(prompt, str) else prompt
+        self.requests[key] = list(prompt.encode()) if isinstance(prompt, str) else prompt
         self.waiting.append(key)
 
     def step(self) -> list[Delta]:
         key = self.waiting.pop(0)
         ids, reason = self.script[key]
         text = bytes(t for t in ids if t != EOT).decode()
-        return [Delta(key, text, ids, reason, prompt_token_ids=self.asked[key])]
+        return [Delta(key, text, ids, reason, prompt_token_ids=self.requests[key])]
 
     def render(self, messages: list[Message]) -> list[int]:
         ids = []
@@ -64,7 +64,7 @@ def lines_of(engine: Any, plan: Plan, *prompts: Prompt) -> list[dict[str, Any]]:
     return [line for result in results for line in plan.records(result)]
 
 
-def test_a_conversation_is_one_record_with_a_span_for_each_answer():
+def test_a_conversation_is_one_record_with_a_span_per_answer():
     (line,) = lines_of(Scripted(ANSWERS), Plan(turns=3, temperatures=(0.5,), seed=7), TALK)
     text = bytes(line["token_ids"]).decode().replace(chr(EOT), "|")
     assert text == "[u]x|[a]one|[u]y|[a]two|[u]z|[a]three"
@@ -74,7 +74,7 @@ def test_a_conversation_is_one_record_with_a_span_for_each_answer():
     assert (line["temperature"], line["finish_reason"], line["text"]) == (0.5, "length", "three")
 
 
-def test_answers_that_are_rendered_otherwise_are_records_of_their_own():
+def test_answers_rendered_differently_are_separate_records():
     plan = Plan(turns=3)
     lines = lines_of(Scripted(ANSWERS, rewrite=True), plan, TALK)
     assert [line["index"] for line in lines] == [1, 2, 0], "the slot's own index comes last"
@@ -85,8 +85,8 @@ def test_answers_that_are_rendered_otherwise_are_records_of_their_own():
     assert bytes(lines[2]["token_ids"]).startswith(b"[u]x\x03[a]ONE\x03[u]y\x03[a]TWO")
 
 
-def test_no_split_divides_a_conversation_that_falls_into_records(tmp_path):
-    """Records of one prompt, the second's samples too; old files, without groups, still load."""
+def test_records_of_a_conversation_are_not_split(tmp_path):
+    """Records of one prompt and the second prompt's samples; files without groups still load."""
     plan = Plan(samples=2, temperatures=(0.7,), turns=3)
     prompts = [Prompt(i, i + 1, f"t{i}", turns=(chr(97 + i), "y", "z")) for i in range(6)]
     script = {f"{slot}.{turn}": (ids(f"{slot}|"), "stop") for slot in range(12) for turn in "012"}
@@ -116,7 +116,7 @@ def test_a_truncated_answer_ends_its_conversation():
     assert len(line["generated"]) == 2
 
 
-def test_what_was_answered_before_a_refusal_is_kept():
+def test_answers_before_a_refusal_are_kept():
     engine = Scripted(ANSWERS, longest=10)
     plan = Plan(turns=3)
     (result,) = run_batch([TALK], engine, concurrency=1, session=plan.session)
@@ -125,13 +125,13 @@ def test_what_was_answered_before_a_refusal_is_kept():
     assert len(line["generated"]) == 1 and "error" not in line
 
 
-def test_a_refused_prompt_is_an_error_in_its_slot():
+def test_a_refused_prompt_is_recorded_as_an_error():
     engine = FakeEngine(longest_prompt=3)
     (line,) = lines_of(engine, Plan(turns=2), Prompt(5, 6, "p", text="too long"))
     assert line == {"index": 10, "request_id": "p", "error": "the prompt has 8 tokens"}
 
 
-def test_samples_have_names_seeds_and_temperatures_of_their_own():
+def test_each_sample_has_its_own_name_seed_and_temperature():
     engine = FakeEngine()
     plan = Plan(samples=3, temperatures=(0.5, 1.0), seed=100)
     prompts = [Prompt(i, i + 1, f"p{i}", text=f"text {i}") for i in (0, 2)]  # line 2 is bad
@@ -148,10 +148,10 @@ def test_samples_have_names_seeds_and_temperatures_of_their_own():
     assert [s.request_id for s in Plan().slots(prompts, set())] == ["p0", "p2"]
 
 
-def test_a_slot_is_done_when_its_last_record_stands():
+def test_a_slot_is_done_when_its_last_record_is_written():
     plan = Plan(samples=2, turns=3)
     prompts = [Prompt(0, 1, "p", turns=("a", "b", "c"))]
-    assert [s.index for s in plan.slots(prompts, {1, 2})] == [0, 1], "only its first records"
+    assert [s.index for s in plan.slots(prompts, {1, 2})] == [0, 1], "only the first records"
     assert [s.index for s in plan.slots(prompts, {0, 1, 2})] == [1]
     assert [s.index for s in plan.slots(prompts, {0, 3})] == []
 
@@ -177,7 +177,7 @@ def test_the_summary_counts():
 
 
 @pytest.mark.parametrize("concurrency", [1, 7])
-def test_texts_do_not_depend_on_the_batch_or_on_what_is_done(concurrency):
+def test_texts_do_not_depend_on_the_batch_or_on_earlier_results(concurrency):
     plan = Plan(samples=3, temperatures=(0.5, 1.0), seed=5)
     prompts = [Prompt(i, i + 1, f"p{i}", text=f"text {i}") for i in range(6)]
 

@@ -41,7 +41,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """Random texts of different lengths, each with two spans that the target wrote."""
+    """Random texts of different lengths, each with two generated spans."""
     generator = torch.Generator().manual_seed(0)
     path = tmp_path_factory.mktemp("data") / "records.jsonl"
     with path.open("w") as file:
@@ -63,7 +63,7 @@ def options(target: str, records: Path, output: Path, **steps: Any) -> TrainOpti
 
 
 class Stop:
-    """Progress that interrupts a training at some step."""
+    """Progress that interrupts a training at a given step."""
 
     def __init__(self, at: int) -> None:
         self.cut = at
@@ -93,7 +93,7 @@ def trained(target, records, tmp_path_factory):
     return output
 
 
-def test_each_step_below_each_row_is_a_dense_pass_of_its_path():
+def test_each_step_equals_a_dense_pass_of_its_path():
     torch.manual_seed(0)
     shape = EagleShape(64, 512, (0, 1, 2), 4, 2, 32, 128, 10000.0, 1e-6, 1024)
     mine = EagleDrafter(shape, K, torch.arange(0, 512, 2))
@@ -113,7 +113,7 @@ def test_each_step_below_each_row_is_a_dense_pass_of_its_path():
                 wanted, _ = dense.dense(text[1 : row + 2], features[: row + 1], below)
                 found = mine.compute_logits(x[0, row, step])
                 torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-        # a piece of a text, which begins later, stands where it stood
+        # a piece of a text keeps its original positions
         first = torch.tensor([5, 5])
         moved = mine(features[None, :4].expand(2, -1, -1), path[None, :4].expand(2, -1, -1), first)
         torch.testing.assert_close(moved[0], mine(features[None, :4], path[None, :4])[0])
@@ -134,17 +134,17 @@ def test_layers_are_chosen_and_checked():
     chosen = {depth: choose_layers((), depth) for depth in (2, 3, 4, 6, 32)}
     assert chosen == {2: (0, 1, 2), 3: (1, 2, 3), 4: (1, 2, 3), 6: (1, 3, 4), 32: (2, 16, 29)}
     assert choose_layers((9, 3, 1), 12) == (1, 3, 9)
-    for asked, depth in (((1, 1, 2), 4), ((1, 2), 4), ((2, 3, 5), 4), ((), 1)):
+    for base, depth in (((1, 1, 2), 4), ((1, 2), 4), ((2, 3, 5), 4), ((), 1)):
         with pytest.raises(HeadsError, match="--aux-layers"):
-            choose_layers(asked, depth)
+            choose_layers(base, depth)
 
 
-def test_a_cut_run_ends_with_the_same_weights(target, records, trained, tmp_path):
-    asked = options(target, records, tmp_path / "cut")
-    for cut in (3, 8):  # before any state was written, and between two
+def test_an_interrupted_run_ends_with_the_same_weights(target, records, trained, tmp_path):
+    base = options(target, records, tmp_path / "cut")
+    for cut in (3, 8):  # before any checkpoint was written, and between two
         with pytest.raises(KeyboardInterrupt):
-            train(asked, Stop(cut))
-    train(asked)
+            train(base, Stop(cut))
+    train(base)
     mine, whole = (load_file(f / "model.safetensors") for f in (tmp_path / "cut", trained))
     assert mine.keys() == whole.keys()
     assert all(torch.equal(mine[name], whole[name]) for name in mine)
@@ -172,7 +172,7 @@ def test_it_starts_from_the_targets_last_layer(target):
     assert torch.equal(drafter.fc.weight, torch.eye(3 * hidden)[-hidden:])
 
 
-def test_what_is_written_says_what_it_is(target, trained):
+def test_the_config_describes_the_drafter(target, trained):
     config = json.loads((trained / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     heldout = config["medusa"]["training"]["heldout"]
@@ -180,7 +180,7 @@ def test_what_is_written_says_what_it_is(target, trained):
     found = inspect_eagle(trained, target)
     assert (found.method, found.draft_vocab_size, found.fits) == ("eagle3", 300, True)
     with pytest.raises(HeadsError, match="an EAGLE drafter, not heads"):
-        peek_heads(trained)  # as calibrate and tree do
+        peek_heads(trained)  # as in calibrate and tree
 
 
 def test_passes_and_computed_states_change_nothing(target, records, trained, tmp_path, monkeypatch):
@@ -192,24 +192,24 @@ def test_passes_and_computed_states_change_nothing(target, records, trained, tmp
         assert losses_of(tmp_path / name) == pytest.approx(losses_of(trained), rel=1e-4)
 
 
-def test_texts_are_cut_into_pieces(target, records, tmp_path, monkeypatch):
+def test_texts_are_split_into_pieces(target, records, tmp_path, monkeypatch):
     monkeypatch.setattr(eagle3, "PIECE_ROWS", 16)
-    asked = options(target, records, tmp_path / "pieces")
-    train(replace(asked, training=replace(asked.training, epochs=1)))
+    base = options(target, records, tmp_path / "pieces")
+    train(replace(base, training=replace(base.training, epochs=1)))
     rows = [line["rows"] for line in log_of(tmp_path / "pieces") if "rows" in line]
-    # of all texts but the two held out, up to the last that has a label; 80 or a bit more per step
+    # all texts except two held-out ones, up to the last label; at least 80 per step
     assert all(64 < count < 96 + 80 for count in rows)
 
 
-def test_a_shared_lm_head_stays_the_targets(target, records, trained, tmp_path):
-    asked = options(target, records, tmp_path / "drafter")
-    train(replace(asked, heads=replace(asked.heads, lm_heads="shared")))
+def test_a_shared_lm_head_is_not_trained(target, records, trained, tmp_path):
+    base = options(target, records, tmp_path / "drafter")
+    train(replace(base, heads=replace(base.heads, lm_heads="shared")))
     shared, own = (load_file(d / "model.safetensors") for d in (tmp_path / "drafter", trained))
     rows = torch.arange(300) + shared["d2t"]
     embedding = Target.load(target, dtype=torch.float32, device="cpu").lm_head_weight
     assert torch.equal(shared["lm_head.weight"], embedding[rows].to(torch.bfloat16))
     assert not torch.equal(own["lm_head.weight"], embedding[rows].to(torch.bfloat16))
-    assert not torch.equal(shared["fc.weight"], own["fc.weight"]), "all else is trained"
+    assert not torch.equal(shared["fc.weight"], own["fc.weight"]), "everything else is trained"
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_a_shared_lm_head_stays_the_targets(target, records, trained, tmp_path):
         ({"heads": {"kind": "hydra", "aux_layers": (1, 2, 3)}}, "option of --heads eagle3"),
     ],
 )
-def test_options_that_do_nothing_are_refused(target, records, tmp_path, changes, reason):
-    asked = options(target, records, tmp_path)
+def test_options_without_effect_are_refused(target, records, tmp_path, changes, reason):
+    base = options(target, records, tmp_path)
     shape = {"kind": "eagle3"} | changes.get("heads", {})
     with pytest.raises(ValueError, match=reason):
-        replace(asked, **(changes | {"heads": HeadOptions(**shape)}))
+        replace(base, **(changes | {"heads": HeadOptions(**shape)}))

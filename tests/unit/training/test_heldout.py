@@ -30,7 +30,7 @@ def parts(folder: Path) -> list[list[Record]]:
 @pytest.mark.parametrize(
     ("prompts", "heldout"), [(2, 1), (3, 1), (4, 2), (8, 4), (32, 8), (200, 20)]
 )
-def test_no_prompt_is_on_two_sides(tmp_path, prompts, heldout):
+def test_no_prompt_is_on_both_sides(tmp_path, prompts, heldout):
     split = split_records(write(tmp_path / "r.jsonl", prompts), tmp_path, 0.1)
     counts, tokens, bad, disjoint = split
     train, calibration, measurement = parts(tmp_path)
@@ -49,7 +49,7 @@ def test_no_prompt_is_on_two_sides(tmp_path, prompts, heldout):
     assert all(record.temperature == 0.7 for record in train)
 
 
-def test_a_group_is_on_one_side_and_what_a_record_says_is_kept(tmp_path):
+def test_a_group_is_on_one_side_and_records_are_unchanged(tmp_path):
     path = tmp_path / "r.jsonl"
     made = [json.loads(line) for line in write(path, 40).read_text().splitlines()]
     more = {"top_p": 0.9, "top_k": 7}

@@ -1,4 +1,4 @@
-"""Kept states are the target's, whatever was killed, bounded or changed before."""
+"""Cached states equal the target's, after kills, limits or changes."""
 
 import os
 from dataclasses import replace
@@ -29,7 +29,7 @@ def ranges(records):
 
 @pytest.fixture
 def states(target, tmp_path):
-    """Make the states of the records, or those of others, in a folder."""
+    """Create the states of the records, or of other ones, in a folder."""
 
     def made(folder=tmp_path, records=RECORDS, target=target, key="a", **options):
         settings = {"dtype": torch.float32, "shard_bytes": 40 * ROW, "forward_tokens": 64}
@@ -43,7 +43,7 @@ EVERYTHING = [(number, *rows) for number, rows in enumerate(ranges(RECORDS)) if 
 
 
 def straight(target: Target) -> list[torch.Tensor]:
-    """Record by record, the definition."""
+    """The definition, record by record."""
     return [
         target.hidden_states(torch.tensor([RECORDS[n].token_ids]))[0, start:end]
         for n, start, end in EVERYTHING
@@ -52,7 +52,7 @@ def straight(target: Target) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
-def test_states_are_the_targets_kept_or_not(states, share, target, tmp_path, in_memory):
+def test_states_equal_the_targets_cached_or_not(states, share, target, tmp_path, in_memory):
     bound = int(share * sum(end - start for _, start, end in EVERYTHING) * ROW)
     kept = states(None if in_memory else tmp_path, max_bytes=bound)
     kept.build()
@@ -69,7 +69,7 @@ def test_states_are_the_targets_kept_or_not(states, share, target, tmp_path, in_
     torch.testing.assert_close(some, parts[longest][2:5], rtol=1e-4, atol=1e-4)
 
 
-def test_kept_and_computed_states_meet_where_the_target_computes(states, monkeypatch):
+def test_cached_states_are_moved_to_the_targets_device(states, monkeypatch):
     """ "meta" stands for a GPU: torch refuses to concatenate its tensors with the CPU's."""
     kept = states(max_bytes=states().needed_bytes // 2)
     kept.build()
@@ -77,11 +77,11 @@ def test_kept_and_computed_states_meet_where_the_target_computes(states, monkeyp
     monkeypatch.setattr(
         kept, "_computed", lambda records: [(r, s.to("meta")) for r, s in computed(records)]
     )
-    assert kept.read(EVERYTHING[:1]).device.type == "cpu", "it is kept"
+    assert kept.read(EVERYTHING[:1]).device.type == "cpu", "it is cached"
     assert kept.read(EVERYTHING).device.type == "meta"
 
 
-def test_building_resumes_with_what_is_missing(states, tmp_path):
+def test_building_resumes_with_the_missing_parts(states, tmp_path):
     kept = states()
     kept.build()
     wanted = kept.read(EVERYTHING).clone()
@@ -98,7 +98,7 @@ def test_building_resumes_with_what_is_missing(states, tmp_path):
     rebuilt = {shard for shard in shards if shard.stat().st_mtime_ns != times[shard]}
     assert rebuilt == {shards[1], shards[2]}
     assert reports[-1][0] == reports[-1][1] < len(wanted)
-    assert torn.stat().st_size == shards[2].stat().st_size - 4, "replaced, not written over"
+    assert torn.stat().st_size == shards[2].stat().st_size - 4, "replaced, not overwritten in place"
 
 
 def test_two_processes_build_half_each(states, tmp_path):
@@ -114,7 +114,7 @@ def test_two_processes_build_half_each(states, tmp_path):
     assert not any((tmp_path / "both").iterdir())
 
 
-def test_another_target_text_or_plan_is_another_cache(states):
+def test_another_target_text_or_plan_has_another_cache(states):
     first, *rest = RECORDS
     one_token = [replace(first, token_ids=(first.token_ids[0] ^ 1, *first.token_ids[1:])), *rest]
     others = [
@@ -127,7 +127,7 @@ def test_another_target_text_or_plan_is_another_cache(states):
     assert len({other.folder for other in others}) == 5
 
 
-def test_pieces_of_what_is_not_kept_stay_together(states):
+def test_pieces_of_an_uncached_record_stay_together(states):
     pieces = cut_pieces(RECORDS, 4)
     assert states().groups(pieces) == list(range(len(pieces)))
     groups, records = states(max_bytes=0).groups(pieces), [piece.record for piece in pieces]
@@ -145,10 +145,10 @@ def test_refused_when_the_disk_is_full(states, tmp_path, monkeypatch):
     free.free += 1
     kept.build()
     free.free = 0
-    kept.build()  # what is there needs no space
+    kept.build()  # existing shards need no space
 
 
-def test_states_that_are_not_finite_name_their_line(states, target, tmp_path, monkeypatch):
+def test_non_finite_states_name_their_line(states, target, tmp_path, monkeypatch):
     broken = target.model.get_input_embeddings().weight.clone()
     broken[77] = float("nan")
     monkeypatch.setattr(target.model.get_input_embeddings(), "weight", torch.nn.Parameter(broken))
@@ -157,6 +157,6 @@ def test_states_that_are_not_finite_name_their_line(states, target, tmp_path, mo
     with pytest.raises(CacheError, match="line 9"):
         states(records=[good, bad]).build()
     assert not list(tmp_path.rglob("*.bin"))
-    told = states(records=[bad], file="mine.jsonl", remedy="Drop it")
+    invalid = states(records=[bad], file="mine.jsonl", remedy="Drop it")
     with pytest.raises(CacheError, match=r"mine\.jsonl, line 9: .* Drop it"):
-        told.build()
+        invalid.build()

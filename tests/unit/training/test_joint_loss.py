@@ -1,6 +1,6 @@
-"""The loss of Medusa-2 and its gradients against the formula in plain torch, and two impostors.
+"""The loss of Medusa-2 and its gradients against the formula in plain torch; negative controls.
 
-The models are random with large weights, so that no two of student, teacher and labels agree.
+The models are random with large weights, so that student, teacher and labels all differ.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ RECORDS = [record(0, 19, (6, 19)), record(1, 12, (1, 4), (5, 12)), record(2, 9, 
 
 
 class Joint:
-    """A target with an adapter and heads, as if some training lay behind them."""
+    """A target with an adapter and heads, as if partly trained."""
 
     def __init__(
         self, folder: Path, architecture: str, dtype: torch.dtype = torch.float32, **changes: Any
@@ -61,7 +61,7 @@ class Joint:
         return dict(zip(trained, found, strict=True))
 
     def plain(self, soft: bool, distill: bool, lambda_0: float) -> Tensor:
-        """The formula, text by text and with whole logits."""
+        """The formula, text by text, with whole logits."""
         lm = []
         per_head = [[] for _ in range(K)]
         for text in RECORDS:
@@ -122,12 +122,12 @@ def compare(joint: Joint, soft: bool = False, distill: bool = True, **options: A
 
 @pytest.mark.parametrize("distill", [True, False], ids=["kl", "cross-entropy"])
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
-def test_loss_and_gradients_are_those_of_the_formula(llama, soft, distill):
+def test_loss_and_gradients_equal_the_formula(llama, soft, distill):
     compare(llama, soft, distill)
 
 
 @pytest.mark.parametrize(("parts", "chunk"), [(1, 5), (2, 3), (3, 1000)])
-def test_parts_and_chunks_add_up_to_the_step(llama, parts, chunk, monkeypatch):
+def test_parts_and_chunks_sum_to_the_step(llama, parts, chunk, monkeypatch):
     for module in (medusa2, losses):
         for function in ("lm_loss", "head_losses"):
             if chunked := getattr(module, function, None):
@@ -135,8 +135,8 @@ def test_parts_and_chunks_add_up_to_the_step(llama, parts, chunk, monkeypatch):
     compare(llama, parts=parts)
 
 
-def test_the_formula_tells_impostors(llama, monkeypatch):
-    """Negative controls: the comparison above fails where the teacher isn't the original model."""
+def test_control_wrong_teachers_are_detected(llama, monkeypatch):
+    """Negative controls: the comparison above fails if the teacher isn't the original model."""
 
     @contextlib.contextmanager
     def left_on(_):
@@ -166,7 +166,7 @@ def test_only_adapter_and_heads_get_gradients(llama):
         parameter.grad = None
 
 
-def test_what_a_prompt_says_changes_no_label_of_its_own(llama):
+def test_prompt_tokens_have_no_labels(llama):
     batch = llama.method().collate(range(3))
     assert len(batch.labels) == 18 + 11 + 8
     assert batch.counts.tolist() == [13 + 10 + 1, 12 + 2 + 6, 11 + 1 + 5, 10 + 0 + 4]
@@ -191,8 +191,8 @@ def test_a_half_precision_target_and_fp32_heads_without_autocast(soft, llama, tm
     torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.0)
 
 
-def test_what_is_counted_is_what_has_a_loss(llama, monkeypatch):
-    """With a draft vocabulary and tokens as labels; soft labels all have one."""
+def test_only_tokens_with_a_loss_are_counted(llama, monkeypatch):
+    """With a draft vocabulary and tokens as labels; soft labels all have a loss."""
     token_map = torch.arange(0, VOCAB, 2)
     heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
     monkeypatch.setattr(llama, "heads", heads)

@@ -1,4 +1,4 @@
-"""The adapter: which layers it takes, that nothing else trains, switching it off, merging it."""
+"""The adapter: its layers, that only it is trained, disabling it, merging it."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_a_fresh_adapter_changes_no_bit_and_alone_trains(model):
+def test_a_new_adapter_changes_no_bit_and_only_it_is_trained(model):
     own, before = weights(model), model(IDS).logits
     adapted = lora.attach(model, LoraSettings(rank=4), seed=0)
     trained = lora.adapter_parameters(adapted)
@@ -55,7 +55,7 @@ def test_a_fresh_adapter_changes_no_bit_and_alone_trains(model):
     assert not torch.equal(model(IDS).logits, before)
 
 
-def test_off_is_the_original_and_on_again_is_not(model):
+def test_disabling_the_adapter_restores_the_original(model):
     with torch.no_grad():
         before = model(IDS).logits
     adapted = lora.attach(model, LoraSettings(rank=4), seed=0)
@@ -68,7 +68,7 @@ def test_off_is_the_original_and_on_again_is_not(model):
     assert changed.requires_grad and lora.adapter_parameters(adapted)
 
 
-def test_layers_by_choice(llama):
+def test_chosen_layers(llama):
     adapted = lora.attach(
         llama, LoraSettings(modules=("q_proj", "model.layers.1.mlp.up_proj")), seed=0
     )
@@ -100,7 +100,7 @@ def test_no_second_adapter(llama):
         lora.attach(llama, LoraSettings(), seed=0)
 
 
-def test_the_same_seed_gives_the_same_adapter_and_leaves_the_caller_s_numbers(llama):
+def test_the_same_seed_gives_the_same_adapter_and_keeps_the_random_state(llama):
     torch.manual_seed(5)
     expected = torch.rand(1)
     first = copy.deepcopy(llama)
@@ -112,7 +112,7 @@ def test_the_same_seed_gives_the_same_adapter_and_leaves_the_caller_s_numbers(ll
 
 
 def make(folder: Path, architecture: str, **changes: Any) -> tuple[str, Path, torch.Tensor]:
-    """Save a bf16 target and a trained-looking adapter; gives the adapted model's logits."""
+    """Save a bf16 target and an adapter like a trained one; returns the adapted model's logits."""
     source = save_model(folder / "target", architecture, **changes)
     AutoModelForCausalLM.from_pretrained(source).bfloat16().save_pretrained(source)
     GenerationConfig(eos_token_id=[1, 50], temperature=0.6, do_sample=True).save_pretrained(source)
@@ -137,7 +137,7 @@ def test_a_merged_folder_is_the_adapted_model(tmp_path, family):
             names = list(file.keys())
             return {n: (file.get_tensor(n).dtype, file.get_tensor(n).shape) for n in names}
 
-    assert tensors(merged) == tensors(source)  # bf16, nothing untied, nothing of peft's
+    assert tensors(merged) == tensors(source)  # bf16, still tied, without peft's tensors
     model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
     with torch.no_grad():
         got = model(IDS).logits
@@ -157,7 +157,7 @@ def test_a_merged_folder_is_the_adapted_model(tmp_path, family):
     assert one.pop("sha256") != two.pop("sha256") and one == two
 
 
-def test_weights_that_are_not_finite_are_not_merged(tmp_path, chaotic_llama, llama):
+def test_non_finite_weights_are_not_merged(tmp_path, chaotic_llama, llama):
     adapted = lora.attach(llama, LoraSettings(rank=4), seed=0)
     disturb(adapted, float("nan"))
     adapter = lora.save_adapter(adapted, tmp_path / "adapter")

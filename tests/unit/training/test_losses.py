@@ -1,4 +1,4 @@
-"""The chunked losses against a plain-torch implementation, and which labels count."""
+"""The chunked losses against a plain-torch implementation, and valid labels."""
 
 import itertools
 
@@ -49,7 +49,7 @@ def make_heads(kind: str) -> MedusaHeads:
 def naive(
     heads,
     hidden,
-    tokens,  # int64 [N, K] the tokens themselves
+    tokens,  # int64 [N, K] the actual tokens
     weights,
     lm_head,  # over the whole vocabulary
     temperatures,
@@ -73,7 +73,7 @@ def naive(
         else:
             row = n + h + 1
             full = lm_head(hidden[row].detach()) / temperatures[row]
-            sums[h] = sums[h] - (full.softmax(-1)[allowed] * logs).sum()  # no mass is moved
+            sums[h] = sums[h] - (full.softmax(-1)[allowed] * logs).sum()  # without renormalization
     total = torch.stack(sums)
     return (total * weights).sum(), total
 
@@ -81,7 +81,7 @@ def naive(
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
 @pytest.mark.parametrize("kind", ["shared", "own", "single", "shared+map", "own+map"])
 @pytest.mark.parametrize("chunk", [1, 7, 256])
-def test_losses_and_gradients_are_those_of_plain_torch(kind, soft, chunk):
+def test_losses_and_gradients_equal_plain_torch(kind, soft, chunk):
     heads, length = make_heads(kind), 23
     matrix, bias = torch.randn(V, H), torch.randn(V)
     ids = torch.randint(V, (length,))
@@ -116,7 +116,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind, soft, chunk):
 
 
 @pytest.mark.parametrize("generated", [None, 40], ids=["all rows", "one row"])
-def test_logits_never_exist_all_at_once_and_none_of_a_prompt(generated):
+def test_logits_are_computed_in_chunks_and_not_for_prompts(generated):
     seen = []
 
     def lm_head(x):

@@ -1,4 +1,4 @@
-"""Heads learn, nothing else changes, and a run that was cut ends as if it hadn't been."""
+"""Heads learn, nothing else changes, and an interrupted run ends with the same weights."""
 
 import copy
 from dataclasses import replace
@@ -38,14 +38,14 @@ def seen_tokens(records: list) -> torch.Tensor:
 
 @pytest.fixture
 def trained(target, records, tmp_path):
-    """Train with some of the settings changed; the loop and the losses of all steps."""
+    """Train with some settings changed; the loop and the losses of all steps."""
 
     def run(name="run", like=None, heads=None, cached=True, bf16=False, **changes):
         with TrainingRun(tmp_path / name, {}) as run:
             settings = replace(SHORT, **changes)
             made = looped(target, records, run, settings, heads=heads, cached=cached)
             made.method.bf16 = bf16
-            if like is not None:  # the same order of pieces, to compare
+            if like is not None:  # the same order of pieces, for comparison
                 made.plan = like.plan
             made.train()
             return made, [line["loss"] for line in made.stage.entries() if "loss" in line]
@@ -61,12 +61,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path):
+def test_heads_memorize_a_text_and_every_step_accepts_all(target, tmp_path):
     before = copy.deepcopy(target.model.state_dict())
     record, made = overfit(target, tmp_path / "heads")
     assert [top[0] for top in made.method.measure()["heldout"]["top"]] == [1.0] * K
 
-    # only the heads were trained: the backbone is bitwise what it was
+    # only the heads were trained: the backbone is bitwise unchanged
     assert all(torch.equal(before[name], t) for name, t in target.model.state_dict().items())
     assert not any(p.requires_grad or p.grad is not None for p in target.model.parameters())
     stepped = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
@@ -74,7 +74,7 @@ def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path
     assert {id(p) for p in made.optimizer.state} == stepped
     assert stepped.isdisjoint({id(p) for p in target.model.parameters()})
 
-    # and the chain of all heads is accepted whole: tau is 1 + K
+    # and the chain of all heads is always accepted: tau is 1 + K
     tokens = len(record.token_ids) - len(PROMPT)
     out = decode(
         target.model,
@@ -90,12 +90,12 @@ def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path
 @pytest.mark.parametrize(
     ("labels", "kind"), [("tokens", "medusa"), ("soft", "medusa"), ("soft", "hydra")]
 )
-def test_a_cut_run_ends_with_the_same_weights(labels, kind, target, records, tmp_path):
+def test_an_interrupted_run_ends_with_the_same_weights(labels, kind, target, records, tmp_path):
     warm = [replace(record, temperature=0.7) for record in records]
     settings = replace(SHORT, labels=labels)
 
     def heads():
-        some = seen_tokens(warm)[::2] if kind == "hydra" else None  # others have no label
+        some = seen_tokens(warm)[::2] if kind == "hydra" else None  # other tokens have no label
         return new_heads(target, HeadOptions(kind=kind, num_heads=K, num_layers=2), some)
 
     with TrainingRun(tmp_path / "whole", {}) as run:
@@ -124,7 +124,7 @@ def test_a_cut_run_ends_with_the_same_weights(labels, kind, target, records, tmp
         assert list(made.stage.entries()) == log
 
 
-def test_passes_and_states_that_are_not_kept_change_nothing(trained, monkeypatch):
+def test_passes_and_uncached_states_change_nothing(trained, monkeypatch):
     made, losses = trained()
     assert trained("computed", cached=False, like=made)[1] == pytest.approx(losses, rel=1e-4)
     monkeypatch.setattr(methods.Method, "pass_rows", 32)
@@ -170,7 +170,7 @@ def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, trained)
     assert made.method.measure()["heldout"]["top"][0][-1] < 1
 
 
-def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, tmp_path):
+def test_soft_labels_of_a_small_vocabulary_use_the_full_one(target, records, tmp_path):
     seen = seen_tokens(records)
     warm = [replace(record, temperature=0.7) for record in records]
     heads = new_heads(target, HeadOptions(num_heads=K), seen)
@@ -180,7 +180,7 @@ def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, t
     _, found = method.loss(method.collate(first), method.decay)
     ids = torch.tensor([records[0].token_ids])
     with torch.no_grad():
-        logits = target.lm_head(target.hidden_states(ids)[0])  # untrained heads give the same
+        logits = target.lm_head(target.hidden_states(ids)[0])  # untrained heads output the same
     start, end = records[0].generated[0]
     for head in range(K):
         wanted = 0.0
@@ -190,14 +190,14 @@ def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, t
         assert float(found[head]) == pytest.approx(wanted, rel=1e-3)
 
 
-def test_a_loss_that_is_not_finite_stops_and_names_its_line(target, records, tmp_path):
+def test_a_non_finite_loss_stops_and_names_its_line(target, records, tmp_path):
     with TrainingRun(tmp_path / "bad", {}) as run:
         settings = replace(SHORT, batch_tokens=3 * 39, epochs=12)
         made = looped(target, records, run, settings)
         states = made.method.texts.states
         read = states.read
 
-        def spoilt(wanted):
+        def corrupted(wanted):
             found, at = read(wanted), 0
             for record, start, stop in wanted:
                 if record == 1 and made.step >= 7:
@@ -205,7 +205,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_its_line(target, records, tmp
                 at += stop - start
             return found
 
-        states.read = spoilt
+        states.read = corrupted
         with pytest.raises(NotFiniteError, match=r"step 8 of .* by themselves: 2\."):
             made.train()
         state = made.stage.load()
@@ -213,7 +213,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_its_line(target, records, tmp
     assert all(bool(t.isfinite().all()) for t in state["heads"].values())
 
 
-def test_a_rate_that_explodes_stops_too(trained):
+def test_a_diverging_learning_rate_stops_too(trained):
     with pytest.raises(NotFiniteError, match="--learning-rate"):
         trained(learning_rate=1e36, warmup_steps=0)
 

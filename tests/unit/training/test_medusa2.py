@@ -1,4 +1,4 @@
-"""The joint stage on a tiny random model: what trains, what it gains, and runs that are killed."""
+"""The joint stage on a tiny random model: what is trained, what improves, and killed runs."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
 K = 2
-POISON = VOCAB - 1  # a token of one record only
+POISON = VOCAB - 1  # a token that occurs in one record only
 JOINT = JointOptions(
     lora=LoraSettings(rank=4, alpha=8), lm_loss="kl", heads_weight=0.2, pass_tokens=40
 )
@@ -40,7 +40,7 @@ STEPS = StepOptions(
 
 
 def records(count: int, first: int = 0) -> list[Record]:
-    """Texts with few words, so that heads can learn something of them."""
+    """Texts with few distinct words, so that heads can learn something."""
     found = []
     for index in range(first, first + count):
         generator = torch.Generator().manual_seed(index)
@@ -56,7 +56,7 @@ def source(tmp_path_factory):
 
 
 class Job:
-    """One training in a folder; made anew after it was killed."""
+    """One training in a folder; recreated after a kill."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ def whole(source, tmp_path_factory):
     return job
 
 
-def test_heads_learn_the_target_stays_and_its_own_weights_do_to_the_bit(whole):
+def test_heads_learn_and_the_targets_weights_are_unchanged(whole):
     log = whole.log()
     steps = [entry for entry in log if "lambda_0" in entry]
     measured = [entry for entry in log if "quality" in entry]
@@ -124,7 +124,7 @@ def test_heads_learn_the_target_stays_and_its_own_weights_do_to_the_bit(whole):
     assert all(torch.equal(kept[name], tensor) for name, tensor in whole.own.items())
 
 
-def test_the_heads_learn_faster_by_the_rate_s_factor(whole):
+def test_the_heads_have_a_higher_learning_rate(whole):
     trained = {id(p): "adapter" for p in whole.method.adapter.values()}
     trained |= {id(p): "heads" for p in whole.heads.parameters()}
     factors = {"adapter": set(), "heads": set()}
@@ -135,9 +135,9 @@ def test_the_heads_learn_faster_by_the_rate_s_factor(whole):
     assert factors == {"adapter": {1.0}, "heads": {4.0}} and not trained
 
 
-def test_killed_anywhere_it_ends_with_the_same_bits(source, whole, tmp_path, monkeypatch):
+def test_a_run_killed_anywhere_ends_with_the_same_bits(source, whole, tmp_path, monkeypatch):
     """While a step is logged, while a state is half written, and before anything was saved."""
-    moments = iter([0, 3, 5, 7])  # the step that is logged last, if it gets so far
+    moments = iter([0, 3, 5, 7])  # the last logged step, if reached
 
     def first_part(at, in_state):
         job = Job(source, tmp_path, save_seconds=0.0)
@@ -160,14 +160,14 @@ def test_killed_anywhere_it_ends_with_the_same_bits(source, whole, tmp_path, mon
     for number, at in enumerate(moments):
         assert killed(lambda at=at, n=number: first_part(at, in_state=n % 2 == 1))
     job = Job(source, tmp_path)
-    assert 4 <= job.loop.step < whole.loop.steps  # it goes on, it doesn't start again
+    assert 4 <= job.loop.step < whole.loop.steps  # it resumes instead of restarting
     job.loop.train()
     expected, found = whole.result(), job.result()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert job.log() == whole.log()
 
 
-def test_the_line_that_is_not_finite_is_named_and_nothing_is_lost(source, tmp_path):
+def test_a_non_finite_line_is_named_and_nothing_is_lost(source, tmp_path):
     texts = records(16)
     bad = texts[11]
     texts[11] = Record(bad.index, bad.line, "bad", (*bad.token_ids[:5], POISON, 3), ((4, 7),), 1.0)
@@ -181,7 +181,7 @@ def test_the_line_that_is_not_finite_is_named_and_nothing_is_lost(source, tmp_pa
     assert job.loop.step == at and all(bool(t.isfinite().all()) for t in job.result().values())
 
 
-def test_layers_computed_twice_give_the_same_gradients(source, tmp_path):
+def test_gradient_checkpointing_gives_the_same_gradients(source, tmp_path):
     results = []
     steps = dataclasses.replace(STEPS, batch_tokens=10_000)
     for number, twice in enumerate((False, True)):
@@ -199,7 +199,7 @@ def test_layers_computed_twice_give_the_same_gradients(source, tmp_path):
         torch.testing.assert_close(checkpointed[name], tensor, atol=1e-6, rtol=1e-4)
 
 
-def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(source, tmp_path):
+def test_mean_losses_cover_labels_in_the_draft_vocabulary(source, tmp_path):
     """Untrained heads predict the next token: all losses of step 1 follow from the target."""
     drafted = torch.tensor([3, 5, 6])
     steps = dataclasses.replace(STEPS, batch_tokens=10_000, epochs=1)
@@ -221,8 +221,8 @@ def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(source, tmp_pat
     assert step["losses"] == pytest.approx([sum(x) / len(x) for x in found], rel=1e-3)
 
 
-def test_before_and_after_are_measured_alike_in_bfloat16_too(source, tmp_path):
-    """Rounding is no loss of quality: a fresh adapter has lost exactly nothing."""
+def test_before_and_after_are_measured_equally_in_bfloat16_too(source, tmp_path):
+    """Rounding does not count as degradation: a new adapter has exactly none."""
     steps = dataclasses.replace(STEPS, batch_tokens=10_000, epochs=1)
     job = Job(source, tmp_path, steps=steps, bf16=True)
     job.loop.train()

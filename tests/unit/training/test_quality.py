@@ -1,4 +1,4 @@
-"""Quality of a trained target: against sums written out, and what counts as too much lost."""
+"""Quality of a trained target: against explicit sums, and its bounds."""
 
 import math
 
@@ -76,7 +76,7 @@ def test_bounds(kl, ratio, words):
     assert all(word in text for word, text in zip(words, found, strict=True))
 
 
-def test_a_diverged_model_is_measured_and_nothing_to_measure_is_an_error():
+def test_a_diverged_model_is_measured_and_an_empty_text_is_an_error():
     head = lm_head()
     meter = QualityMeter(head)
     following, before, after = texts()[0]

@@ -1,4 +1,4 @@
-"""What follows from target and texts; lambda_0 and the learning rate over the steps."""
+"""Defaults from target and texts; lambda_0 and the learning rate over the steps."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from vllm_medusa.training.recipe import (
 )
 
 
-def test_lambda_0_grows_as_a_sine_to_the_peak():
+def test_lambda_0_follows_a_sine_to_its_peak():
     joint = JointOptions(heads_weight=0.2)
     assert [heads_weight(joint, step, 4) for step in range(4)] == pytest.approx(
         [0.2 * math.sin(math.pi / 8 * n) for n in (1, 2, 3, 4)]
@@ -24,14 +24,14 @@ def test_lambda_0_grows_as_a_sine_to_the_peak():
     assert heads_weight(joint, 0, 1) == pytest.approx(0.2)
 
 
-def test_what_isnt_given_follows_from_the_width_and_the_rows():
+def test_defaults_follow_from_width_and_rows():
     rates = [usual_rate(width) for width in (64, 256, 512, 4096)]
     assert rates == [5e-3, 5e-3, 1.25e-3, 1e-3]
     rows = (10, 600_000, 3_000_000, 60_000_000)
     assert [usual_batch(count) for count in rows] == [256, 384, 1920, 4096]
 
 
-def test_what_is_given_is_kept_and_the_rest_filled_in():
+def test_given_values_are_kept_and_others_have_defaults():
     steps, joint = StepOptions(), JointOptions()
     alone = complete(steps, hidden_size=64, num_labels=10)
     assert (alone.batch_tokens, alone.learning_rate, alone.warmup_steps) == (256, 5e-3, 50)
@@ -43,11 +43,11 @@ def test_what_is_given_is_kept_and_the_rest_filled_in():
     assert complete_joint(joint, mine, self_distilled=True)[1].warmup_steps == 0
 
 
-def test_linear_up_and_a_cosine_down():
+def test_linear_warm_up_and_cosine_decay():
     rates = [rate_at(step, 100, 10) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5)
     assert all(a > b for a, b in itertools.pairwise(rates[10:]))
     assert 0 < rates[-1] < 1e-3
-    assert rate_at(0, 5, 50) == 1.0  # a short run: warm-up is cut to a tenth
+    assert rate_at(0, 5, 50) == 1.0  # a short run: warm-up is limited to a tenth
     assert rate_at(0, 100, 0) == 1.0

@@ -23,7 +23,7 @@ K = 3
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("size", [1, 4, 128])
-def test_pieces_have_exactly_the_labels_of_the_definition(size, whole):
+def test_pieces_have_exactly_the_defined_labels(size, whole):
     records = random_records()
     found = []
     for piece in cut_pieces(records, size, whole=whole):
@@ -34,9 +34,9 @@ def test_pieces_have_exactly_the_labels_of_the_definition(size, whole):
         for row, head in (labels != IGNORED).nonzero().tolist():
             t = piece.start + row
             found.append((record.index, t, head, int(labels[row, head])))
-            own = seen[row, : head + 1]  # what Hydra's head sees
+            own = seen[row, : head + 1]  # input of Hydra's head
             assert own.tolist() == list(record.token_ids[t + 1 : t + head + 2])
-            assert t + head + 1 < piece.limit  # the state that the label's distribution is of
+            assert t + head + 1 < piece.limit  # the state for the label's distribution
     wanted = [
         (r.index, t, head, r.token_ids[t + head + 2])
         for r in records
@@ -58,14 +58,14 @@ def test_two_turns_by_hand():
     assert count_labels([record]) == 5
 
 
-def test_spans_too_short_for_a_label_are_left_out():
+def test_spans_too_short_for_a_label_are_skipped():
     record = Record(0, 1, "a", (1, 2, 3, 4), ((1, 2), (2, 3)), None)
     assert cut_pieces([record], 8) == [] and count_labels([record]) == 0
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("batch", [16, 50, 10_000])
-def test_all_steps_together_have_every_item_once_per_epoch(epochs, batch):
+def test_every_item_occurs_once_per_epoch(epochs, batch):
     rows = np.random.default_rng(0).integers(1, 17, 200).tolist()
     steps = plan_steps(rows, batch=batch, epochs=epochs, seed=1)
     seen = np.bincount(np.concatenate(steps), minlength=200)
@@ -77,21 +77,21 @@ def test_all_steps_together_have_every_item_once_per_epoch(epochs, batch):
     assert plan_steps(rows, batch=batch, epochs=epochs, seed=2)[0] != steps[0]
 
 
-def test_items_longer_than_a_step_leave_none_empty():
+def test_long_items_leave_no_step_empty():
     steps = plan_steps([100, 5, 100, 5], batch=10, epochs=1, seed=0)
     assert sorted(item for step in steps for item in step) == [0, 1, 2, 3] and all(steps)
 
 
-def test_groups_stay_neighbours():
+def test_groups_stay_adjacent():
     groups = [0, 0, 0, 1, 2, 2, 3, 4, 4, 4]
     steps = plan_steps([2] * 10, groups, batch=2, epochs=2, seed=0)
     stream = [groups[item] for step in steps for item in step]
     for epoch in (stream[:10], stream[10:]):
         assert sum(a != b for a, b in itertools.pairwise(epoch)) == 4
-    assert stream[:10] != stream[10:]  # every epoch has an order of its own
+    assert stream[:10] != stream[10:]  # every epoch has a different order
 
 
-def test_dealing_is_even_and_passes_fit():
+def test_items_are_distributed_evenly_and_passes_fit():
     rows = [5, 1, 1, 9, 4, 4, 2, 2]
     parts = deal(range(8), rows, 4)
     assert sorted(i for part in parts for i in part) == list(range(8))

@@ -1,4 +1,4 @@
-"""Checkpoint and log are of the same step after any cut, and other folders are left alone."""
+"""Checkpoint and log always match after any interruption, and other folders are not modified."""
 
 from pickle import PicklingError
 
@@ -19,7 +19,7 @@ def steps(stage: Stage) -> list[int]:
     return [entry["step"] for entry in stage.entries()]
 
 
-def test_log_and_checkpoint_are_of_the_same_step(tmp_path):
+def test_log_and_checkpoint_have_the_same_step(tmp_path):
     output = tmp_path / "heads"
     run, stage = begun(output, {"a": 1})
     assert stage.load() is None
@@ -29,8 +29,8 @@ def test_log_and_checkpoint_are_of_the_same_step(tmp_path):
             stage.save({"step": 3, "weight": torch.arange(3.0)})
     run.close()
     with (output / "training/log.jsonl").open("ab") as file:
-        file.write(b'{"step": 5, "lo')  # cut short by a kill
-    aside(output / "training" / "work" / "state.pt").write_bytes(b"cut short as well")
+        file.write(b'{"step": 5, "lo')  # truncated by a kill
+    aside(output / "training" / "work" / "state.pt").write_bytes(b"truncated as well")
     run, stage = begun(output, {"a": 1})
     state = stage.load()
     assert state is not None and state["step"] == 3
@@ -39,13 +39,13 @@ def test_log_and_checkpoint_are_of_the_same_step(tmp_path):
     stage.log({"step": 3})
     assert steps(stage) == [0, 1, 2, 3]
     run.close()
-    run, stage = begun(output, {"a": 1})  # no checkpoint since
+    run, stage = begun(output, {"a": 1})  # no newer checkpoint
     stage.load()
     assert steps(stage) == [0, 1, 2]
     run.close()
 
 
-def test_a_checkpoint_that_can_not_be_written_leaves_the_one_before(tmp_path):
+def test_a_failed_checkpoint_keeps_the_previous_one(tmp_path):
     run, stage = begun(tmp_path / "heads", {})
     stage.load()
     stage.save({"step": 1})
@@ -55,7 +55,7 @@ def test_a_checkpoint_that_can_not_be_written_leaves_the_one_before(tmp_path):
     run.close()
 
 
-def test_other_settings_are_refused_once_something_was_computed(tmp_path):
+def test_other_settings_are_refused_once_training_started(tmp_path):
     output = tmp_path / "heads"
     with pytest.raises(OSError, match="no target"), TrainingRun(output, {"x": 0}):
         raise OSError("no target")
@@ -81,14 +81,14 @@ def test_overwrite_removes_heads_checkpoint_and_caches(tmp_path):
     run.close()
 
 
-def test_overwriting_that_is_killed_continues_no_old_checkpoint(tmp_path):
+def test_a_killed_overwrite_does_not_resume_the_old_checkpoint(tmp_path):
     output = tmp_path / "heads"
     run, stage = begun(output, {"a": 1})
     stage.load()
     stage.log({"step": 1})
     stage.save({"step": 1})
     run.close()
-    (run.folder / "log.jsonl").unlink()  # the first file of several that --overwrite removes
+    (run.folder / "log.jsonl").unlink()  # the first of several files that --overwrite removes
     run, stage = begun(output, {"a": 1})
     assert stage.load() is None
     run.close()
@@ -99,7 +99,7 @@ def test_a_complete_run_has_nothing_to_do(tmp_path):
     for complete in (False, True, True):
         with TrainingRun(output, {}) as run:
             assert run.complete == complete
-            run.work.mkdir(exist_ok=True)  # as if it had been killed before it was removed
+            run.work.mkdir(exist_ok=True)  # as if killed before it was removed
             (output / "config.json").write_text("{}")
         assert [path.name for path in run.folder.iterdir()] == ["run.json"]
 
@@ -121,12 +121,12 @@ def test_other_folders_are_left_alone(tmp_path):
             TrainingRun(tmp_path / name, {}, overwrite=True)
     assert (tmp_path / "full/thesis.tex").exists() and not (tmp_path / "full/training").exists()
     (project / "training" / "notes.txt").unlink()
-    (project / "training" / ".run.json.part").touch()  # killed before run.json was there
+    (project / "training" / ".run.json.part").touch()  # killed before run.json existed
     begun(project, {"lr": 1})[0].close()
     assert read_json(project / "training" / "run.json")["settings"] == {"lr": 1}
 
 
-def test_other_processes_do_not_check_what_the_main_one_is_making(tmp_path):
+def test_other_processes_do_not_check_the_main_ones_output(tmp_path):
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads" / "new").touch()
     with TrainingRun(tmp_path / "heads", {}, main=False) as run:

@@ -23,7 +23,7 @@ TALK = [{"role": "user", "content": "Is it user?"}, {"role": "assistant", "conte
          "</turn>"),
     ],
 )  # fmt: skip
-def test_the_user_is_asked_to_speak(template, opening, end):
+def test_user_turns_are_generated(template, opening, end):
     tokenizer = chat.tokenizer(template)
     prompt, token = user_turn(TALK, tokenizer)
     assert tokenizer.decode(prompt) == opening
@@ -45,7 +45,7 @@ DEAF = chat.CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'user' 
         (None, "needs a chat template"),
     ],
 )
-def test_templates_that_only_let_one_side_speak_are_refused(template, reason):
+def test_templates_without_user_turns_are_refused(template, reason):
     with pytest.raises(PromptError) as error:
         require_self_talk(chat.tokenizer(template))
     assert reason in str(error.value)
@@ -57,16 +57,16 @@ class Talker:
 
     tokenizer: Any
     script: list[tuple[str, str]]  # text, finish reason
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
 
     def submit(self, key, prompt, seed, options=None):
         self.key, self.prompt = key, prompt
-        self.asked.append(self.tokenizer.decode(prompt))
+        self.requests.append(self.tokenizer.decode(prompt))
         self.options.append(dict(options or {}))
 
     def step(self) -> list[Delta]:
-        text, reason = self.script[len(self.asked) - 1]
+        text, reason = self.script[len(self.requests) - 1]
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         said = text.removesuffix("<|im_end|>")
         return [Delta(self.key, said, ids, reason, prompt_token_ids=self.prompt)]
@@ -89,7 +89,7 @@ DONE = "stop"
 PROMPT = Prompt(0, 1, "p", turns=("Hi",))
 
 
-def test_both_sides_are_written_and_only_the_assistants_is_trained():
+def test_only_the_assistants_turns_are_trained():
     script = [("Hello.<|im_end|>", DONE), ("Why?<|im_end|>", DONE), ("So.<|im_end|>", DONE)]
     engine, (line, spans, text) = talk(script, PROMPT, 2)
     assert spans == ["Hello.<|im_end|>", "So.<|im_end|>"]
@@ -103,20 +103,20 @@ def test_both_sides_are_written_and_only_the_assistants_is_trained():
     assert (line["finish_reason"], line["text"]) == (DONE, "So.")
 
 
-def test_without_a_prompt_the_target_opens_the_conversation():
+def test_without_a_prompt_the_target_generates_the_first_turn():
     nothing = Prompt(0, 1, "talk-0")
     script = [("Hi?<|im_end|>", DONE), ("Hello.<|im_end|>", DONE)]
     engine, (line, spans, text) = talk(script, nothing, 1)
-    assert engine.asked[0] == "<|im_start|>user\n"
+    assert engine.requests[0] == "<|im_start|>user\n"
     assert text == "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>"
     assert spans == ["Hello.<|im_end|>"]
-    # conversations that the target opened alike are of one group, others are not
+    # conversations with the same opening are in one group, others are not
     _, (same, *_) = talk(script, nothing, 1)
     _, (other, *_) = talk([("Ho?<|im_end|>", DONE), script[1]], nothing, 1)
     assert line["group"] == same["group"] != other["group"]
 
 
-def test_an_opening_that_was_cut_off_is_answered():
+def test_a_truncated_first_turn_is_answered():
     script = [("Hi, I have", "length"), ("Hello.<|im_end|>", DONE)]
     _, (_, spans, _) = talk(script, Prompt(0, 1, "talk-0"), 1)
     assert spans == ["Hello.<|im_end|>"]
@@ -125,14 +125,14 @@ def test_an_opening_that_was_cut_off_is_answered():
 @pytest.mark.parametrize(
     "user", [("Why", "length"), ("<|im_end|>", DONE), ("Why?</s>", DONE), (" \n<|im_end|>", DONE)]
 )
-def test_a_user_who_says_nothing_whole_ends_it(user):
+def test_a_truncated_user_turn_ends_it(user):
     engine, (_, spans, text) = talk([("Hello.<|im_end|>", DONE), user], PROMPT, 3)
     assert spans == ["Hello.<|im_end|>"]
-    assert text.endswith("assistant\nHello.<|im_end|>"), "the user's turn is cut off"
-    assert len(engine.asked) == 2
+    assert text.endswith("assistant\nHello.<|im_end|>"), "the incomplete user turn is removed"
+    assert len(engine.requests) == 2
 
 
-def test_the_prompts_own_turns_come_first():
+def test_the_prompts_turns_are_first():
     said = Prompt(0, 1, "p", history=({"role": "system", "content": "S"},), turns=("A", "B"))
     script = [(f"{word}<|im_end|>", DONE) for word in ("one", "two", "C", "three")]
     _, (_, spans, text) = talk(script, said, 3)

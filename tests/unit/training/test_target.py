@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from vllm_medusa.training.target import Target, TargetError
 
-NARROW = {"initializer_range": 0.1}  # states near 1: no cap saturates
+NARROW = {"initializer_range": 0.1}  # states near 1, so that caps do not saturate
 
 
 def bias(model: Any) -> None:
@@ -40,7 +40,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_states_and_lm_head_give_the_models_own_logits(name, tmp_path):
+def test_states_and_lm_head_give_the_models_logits(name, tmp_path):
     architecture, options = TARGETS[name]
     target = Target.load(save_model(tmp_path, architecture, **NARROW | options))
     assert (target.hidden_size, target.vocab_size) == (64, 512)
@@ -81,7 +81,7 @@ def test_padding_on_the_right_changes_nothing(tmp_path):
     )
 
 
-def test_refused_where_the_logits_are_something_else(tmp_path):
+def test_refused_if_the_logits_differ(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, "Llama"))
     forward = model.forward
 
@@ -91,7 +91,7 @@ def test_refused_where_the_logits_are_something_else(tmp_path):
         return out
 
     model.forward = doubled
-    with pytest.raises(TargetError, match="something else in between"):
+    with pytest.raises(TargetError, match="another operation in between"):
         Target(model)
 
 
@@ -104,6 +104,6 @@ def test_refused_without_an_lm_head_or_a_model(tmp_path):
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
-def test_quantisation_needs_bitsandbytes(quantization, tmp_path):
+def test_quantization_needs_bitsandbytes(quantization, tmp_path):
     with pytest.raises(TargetError, match="bitsandbytes"):
         Target.load(save_model(tmp_path, "Llama"), quantization=quantization)

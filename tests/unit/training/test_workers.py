@@ -1,4 +1,4 @@
-"""The processes of a run wait for each other as long as it takes."""
+"""The processes of a run wait for each other without a time limit."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,20 +11,20 @@ from vllm_medusa.training.options import MachineOptions
 from vllm_medusa.training.workers import Workers, usable
 
 
-def test_waiting_for_a_merge_of_hours_is_no_error(monkeypatch):
-    asked = {}
+def test_a_merge_may_take_hours(monkeypatch):
+    received = {}
 
     def state(**options):
-        asked.update(options)
+        received.update(options)
         return SimpleNamespace(process_index=0, num_processes=2, device=torch.device("cpu", 0))
 
     monkeypatch.setattr(accelerate, "PartialState", state)
     workers = Workers("cpu")
     assert workers.main and workers.device == torch.device("cpu")
-    assert asked["cpu"] and asked["timeout"] >= timedelta(days=1)
+    assert received["cpu"] and received["timeout"] >= timedelta(days=1)
 
 
-def test_a_device_that_is_not_here_is_named():
+def test_an_absent_device_is_named():
     assert usable("cpu") == torch.device("cpu")
     missing = "xpu" if torch.cuda.is_available() else "cuda"
     with pytest.raises(ValueError, match=rf"--device {missing} can't be used here.*Use cpu"):

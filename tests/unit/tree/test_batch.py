@@ -1,4 +1,4 @@
-"""Static trees as tensors and as the ragged batch of many requests."""
+"""Static trees as tensors and as a ragged batch of requests."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from vllm_medusa.tree.topology import TokenTree
     [TokenTree.chain(1), TokenTree.dense([3, 2]), load_preset("mc_sim_7b_63"), TokenTree.chain(64)],
     ids=lambda tree: f"{tree.num_nodes} nodes",
 )
-def test_tensors_hold_the_tree(tree):
+def test_tensors_describe_the_tree(tree):
     tensors = TreeTensors.from_tree(tree, "cpu")
     assert tensors.num_nodes == tree.num_nodes
     assert tensors.parents.tolist() == list(tree.parents)
@@ -54,7 +54,7 @@ def test_existing_nodes_never_attend_padding_and_a_batch_may_be_empty():
     assert batch.cu_num_nodes.tolist() == [0]
 
 
-def test_per_request_trees_have_a_place():
+def test_per_request_trees_are_supported():
     parents = torch.tensor([[-1, 0, 1], [-1, 0, -1]])
     ancestors = dense_ancestors(parents)
     batch = TreeBatch(
@@ -80,7 +80,7 @@ def test_num_nodes_may_change_in_place():
 
 
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 128, 129])
-def test_a_prefix_of_the_tensors_is_the_tree_of_the_prefix(size):
+def test_a_prefix_of_the_tensors_is_the_truncated_tree(size):
     tree = TokenTree.dense([4, 4, 3, 1])  # 4 + 16 + 48 + 48 drafts, and the root
     tree = TokenTree.from_paths([*tree.paths, *[(rank,) for rank in range(4, 20)]])
     tensors = TreeTensors.from_tree(tree).prefix(size)
@@ -88,10 +88,10 @@ def test_a_prefix_of_the_tensors_is_the_tree_of_the_prefix(size):
     for name in ("parents", "depths", "ranks", "ancestor_bits", "ancestors"):
         assert torch.equal(getattr(tensors, name), getattr(expected, name)), name
     assert tensors.num_nodes == size
-    assert tensors.max_depth == tree.max_depth  # still a bound
+    assert tensors.max_depth == tree.max_depth  # still an upper bound
 
 
-def test_select_takes_whole_trees_in_the_order_asked():
+def test_select_returns_whole_trees_in_the_given_order():
     tensors = TreeTensors.from_tree(TokenTree.dense([3, 2]))
     batch = TreeBatch.from_static(tensors, torch.tensor([10, 1, 4]))
     picked = batch.select(torch.tensor([2, 0]))
@@ -102,7 +102,7 @@ def test_select_takes_whole_trees_in_the_order_asked():
 
 
 def test_some_requests_may_have_other_trees():
-    """The others keep theirs; padding attends to itself alone."""
+    """The others keep theirs; padding attends only to itself."""
     tensors = TreeTensors.from_tree(TokenTree.dense([2, 2]))
     batch = tensors.batch(5, torch.tensor([5, 1, 3]))
     parents = torch.tensor([[-1, 0, 1, 2, 0], [-1, 0, 0, -1, -1]])

@@ -1,4 +1,4 @@
-"""Drafted trees: the best nodes of the pool are a tree, and every cut is a prefix."""
+"""Drafted trees: the best nodes of the pool are a tree, and every truncation is a prefix."""
 
 import heapq
 import itertools
@@ -21,7 +21,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def confidences(seed: int, batch: int = 3) -> torch.Tensor:
-    """Log-confidences [B, D, width] with many ties, some of them certain, some impossible."""
+    """Log-confidences [B, D, width] with many ties, some certain, some impossible."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randint(0, 5, (batch, TREE.max_depth, POOL.width), generator=generator)
     values = torch.tensor([0.0, -0.1, -0.1 - 1e-7, -2.0, -float("inf")])
@@ -35,7 +35,7 @@ def candidates(log_confidence: torch.Tensor) -> DraftTrees:
 
 
 def pool_nodes(drafts: DraftTrees) -> list[list[int]]:
-    """The nodes of the pool that the drafts are, by their paths of tokens."""
+    """The nodes of the pool that the drafts correspond to, by their paths of tokens."""
     places = {}
     for node, path in enumerate(TREE.paths, 1):
         places[tuple(depth * POOL.width + rank for depth, rank in enumerate(path))] = node
@@ -83,7 +83,7 @@ def test_the_best_nodes_are_a_tree_best_first(seed, num_nodes):
 
 @given(seeds, st.lists(st.integers(1, 40), min_size=1, max_size=5))
 @settings(max_examples=60)
-def test_topologies_are_what_their_paths_say(seed, sizes):
+def test_topologies_match_their_paths(seed, sizes):
     """Every request's tensors equal those of a static tree of the same paths."""
     found = candidates(confidences(seed, len(sizes))).best(max(sizes))
     batch = TreeBatch.from_parents(found.parents, torch.tensor(sizes), TREE.max_depth)
@@ -105,7 +105,7 @@ def test_limits_and_padding():
     assert DraftTrees.roots(2, 5, "cpu").num_nodes.tolist() == [1, 1]
 
 
-def test_a_static_tree_is_taken_whole():
+def test_a_static_tree_is_used_whole():
     tokens = torch.arange(2 * TREE.num_nodes).view(2, -1)
     drafts = DraftTrees.static(POOL, tokens)
     assert drafts.token_ids is tokens and drafts.num_nodes.tolist() == [TREE.num_nodes] * 2
@@ -119,7 +119,7 @@ def test_the_widest_pool(num_heads, num_ranks):
     tree = widest_pool(num_heads, num_ranks)
     assert tree.max_depth == num_heads and tree.num_nodes <= MAX_NODES
     assert max(tree.head_widths) == min(num_ranks, 10)
-    if num_heads == 2:  # nothing is left out that has room
+    if num_heads == 2:  # everything fits
         every = itertools.chain.from_iterable(
             itertools.product(range(num_ranks), repeat=depth) for depth in (1, 2)
         )

@@ -1,4 +1,4 @@
-"""Ways to write a tree down."""
+"""Forms of the tree option."""
 
 import json
 from pathlib import Path
@@ -39,8 +39,8 @@ def test_files(tmp_path, name):
         assert read_tree(file) == read_tree(str(file)) == SMALL
 
 
-def test_the_preset_files_can_be_read_as_files(tmp_path):
-    """Someone copies a preset to change it."""
+def test_preset_files_can_be_read_by_path(tmp_path):
+    """A user copies a preset to edit it."""
     from importlib import resources
 
     text = (resources.files("vllm_medusa.tree") / "presets" / "zephyr_stage2.json").read_text()
@@ -69,7 +69,7 @@ def test_the_preset_files_can_be_read_as_files(tmp_path):
         ([0, 1], "Path 0 of the tree is 0"),
     ],
 )
-def test_what_is_no_form_is_refused(value, words):
+def test_invalid_forms_are_refused(value, words):
     with pytest.raises(TreeError, match=words):
         read_tree(value)
 
@@ -83,7 +83,7 @@ def test_what_is_no_form_is_refused(value, words):
         (b'"mc_sim_7b_63"', "The JSON is 'mc_sim_7b_63'"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path, content, words):
+def test_an_invalid_file_is_named(tmp_path, content, words):
     file = tmp_path / "bad.json"
     file.write_bytes(content)
     with pytest.raises(TreeError, match=rf"In the file '.*bad.json': .*{words}"):

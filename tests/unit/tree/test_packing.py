@@ -49,7 +49,7 @@ def test_round_trip(parents):
 
 
 @pytest.mark.parametrize("size", BOUNDARIES)
-def test_each_bit_sits_where_the_invariant_says(size):
+def test_each_bit_is_at_its_documented_position(size):
     generator = torch.Generator().manual_seed(size)
     dense = torch.rand(size, size, generator=generator) < 0.5
     bits = pack_ancestors(dense)
@@ -65,14 +65,14 @@ def test_the_documented_example():
     assert pack_ancestors(dense_ancestors(parents)).tolist() == [[1], [3], [5], [11]]
 
 
-def test_bit_63_makes_the_word_negative_and_comes_back():
+def test_bit_63_makes_the_word_negative_and_is_read_back():
     dense = torch.eye(64, dtype=torch.bool)
     bits = pack_ancestors(dense)
     assert bits[63].tolist() == [-(2**63)]
     assert torch.equal(unpack_ancestors(bits, 64), dense)
 
 
-def test_chain_of_256_needs_every_round_of_doubling():
+def test_chain_of_256_requires_every_doubling():
     dense = dense_ancestors(torch.arange(-1, 255))
     assert torch.equal(dense, torch.ones(256, 256).tril().bool())
 

@@ -9,13 +9,13 @@ from vllm_medusa.tree.presets import DEFAULT_TREE, load_preset, preset_names
 from vllm_medusa.tree.topology import TokenTree, TreeError
 
 
-def test_all_published_trees_are_there():
+def test_all_published_trees_exist():
     assert len(preset_names()) == 9
     assert {"mc_sim_7b_63", "vicuna_7b_stage2", "vicuna_7b_stage1_ablation"} <= set(preset_names())
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_preset_is_its_file_in_its_order(name):
+def test_a_preset_keeps_the_order_of_its_file(name):
     file = resources.files("vllm_medusa.tree") / "presets" / f"{name}.json"
     data = json.loads(file.read_text(encoding="utf-8"))
     tree = load_preset(name)
@@ -35,8 +35,8 @@ def test_unknown_preset_lists_the_known_ones():
         load_preset("mc")
 
 
-def test_the_default_is_what_the_published_trees_agree_on():
-    """As its comment claims: the paths of least mean position, then one more head."""
+def test_the_default_is_common_to_the_published_trees():
+    """As its docstring states: the paths of lowest mean position, then one more head."""
     presets = [load_preset(name).paths for name in preset_names()]
     everything = {path for paths in presets for path in paths}
 

@@ -1,4 +1,4 @@
-"""Shape of draft trees: what is accepted, what is refused and in which words."""
+"""Shape of draft trees: what is accepted, what is refused, and the messages."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from vllm_medusa.tree.topology import MAX_NODES, TokenTree, TreeError
 
 @st.composite
 def trees(draw: st.DrawFn, max_drafts: int = 40) -> TokenTree:
-    """Grow a random tree: each node goes under any earlier node, with any unused rank."""
+    """Grow a random tree: each node is added below any earlier node, with any unused rank."""
     paths = [()]
     for _ in range(draw(st.integers(1, max_drafts))):
         child = (*draw(st.sampled_from(paths)), draw(st.integers(0, 5)))
@@ -29,7 +29,7 @@ def test_small_tree_by_hand():
     assert tree.head_widths == (2, 3, 1)
 
 
-def test_lone_roots_chains_and_dense_trees_best_first():
+def test_roots_chains_and_dense_trees():
     root, chain, dense = TokenTree.chain(3).prefix(1), TokenTree.chain(3), TokenTree.dense([2, 2])
     assert (root.num_nodes, root.num_draft_tokens, root.max_depth) == (1, 0, 0)
     assert (root.parents, root.head_widths) == ((-1,), ())
@@ -77,7 +77,7 @@ def test_every_prefix_is_a_tree(tree, data):
 
 
 @given(trees(), st.randoms(use_true_random=False))
-def test_any_order_gives_parents_first_and_the_same_nodes(tree, random):
+def test_any_order_gives_the_same_nodes_parents_first(tree, random):
     shuffled = list(tree.paths)
     random.shuffle(shuffled)
     reordered = TokenTree.from_paths(shuffled)  # the constructor refuses children first
@@ -86,24 +86,24 @@ def test_any_order_gives_parents_first_and_the_same_nodes(tree, random):
 
 
 @given(trees())
-def test_a_good_order_is_kept(tree):
+def test_a_valid_order_is_kept(tree):
     assert TokenTree.from_paths(tree.to_lists()) == tree
     assert hash(TokenTree.from_paths(tree.to_lists())) == hash(tree)
 
 
-def test_early_children_move_right_behind_their_parent():
+def test_early_children_move_directly_after_their_parent():
     tree = TokenTree.from_paths([[0, 1], [0, 1, 0], [1], [0, 0], [0], [2]])
     assert tree.paths == ((1,), (0,), (0, 1), (0, 1, 0), (0, 0), (2,))
 
 
-def test_cut_keeps_what_fits():
+def test_truncation_keeps_what_fits():
     tree = TokenTree.dense([3, 2])
     assert tree.cut(max_depth=1).paths == ((0,), (1,), (2,))
     assert tree.cut(num_ranks=1).paths == ((0,), (0, 0))
     assert tree.cut() == tree
 
 
-def test_numpy_integers_are_integers():
+def test_numpy_integers_are_accepted():
     tree = TokenTree.from_paths([np.array([0]), (np.int64(0), np.int32(1))])
     assert tree.paths == ((0,), (0, 1))
     assert all(type(rank) is int for path in tree.paths for rank in path)
@@ -128,7 +128,7 @@ def test_numpy_integers_are_integers():
         ([[rank] for rank in range(256)], "257 nodes, root included; at most 256"),
     ],
 )
-def test_a_list_that_is_no_tree_is_refused_in_plain_words(paths, words):
+def test_invalid_lists_are_refused(paths, words):
     with pytest.raises(TreeError, match=words):
         TokenTree.from_paths(paths)
 
@@ -143,7 +143,7 @@ def test_a_list_that_is_no_tree_is_refused_in_plain_words(paths, words):
         ("43", "widths of a dense tree are '43'"),
         (4, "widths of a dense tree are 4"),
         ([256], "more than 256 nodes"),
-        ([10**9] * 50, "more than 256 nodes"),  # refused before anything is listed
+        ([10**9] * 50, "more than 256 nodes"),  # refused before any path is built
     ],
 )
 def test_bad_widths(widths, words):

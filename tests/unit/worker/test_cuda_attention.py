@@ -1,6 +1,6 @@
-"""The attention for CUDA without an engine: a layer, what the backend takes, compaction.
+"""The CUDA attention without an engine: a layer, supported settings, compaction.
 
-Our kernel's place is taken by its reference here, as everywhere without a GPU; an engine that runs
+Our kernel is replaced by its reference here, as everywhere without a GPU; an engine that runs
 the kernel is in ``tests/worker/test_triton_engine.py``.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("vllm")
 from support.triton_layers import layer
-from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MOST, NODES, TREE, Buffers, build
+from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MAX_SEQS, NODES, TREE, Buffers, build
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 
@@ -33,13 +33,13 @@ class TestLayer:
         ids=["plain", "window", "soft cap", "sinks", "fp8"],
     )
     def test_attention(self, make_builder, changes):
-        """One tree and one chunk of prefill, every row alone against a softmax over what it sees.
+        """One tree and one chunk of prefill, each row alone against a softmax over visible keys.
 
         fp32 sums in another order: 1e-5.
         """
         metadata = build(make_builder(), Buffers().batch([(NODES, 21), (5, 12)]), [NODES, 1])
         generator = torch.Generator().manual_seed(3)
-        cache = torch.randn(MOST * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
+        cache = torch.randn(MAX_SEQS * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
         kv_cache, factors = cache, (1.0, 1.0)
         if "kv_cache_dtype" in changes:
             factors = (0.7, 1.3)
@@ -92,7 +92,7 @@ class TestLayer:
         with pytest.raises(NotImplementedError, match=f"(?s){reason}.*method='medusa'"):
             layer(**changes)
 
-    def test_nothing_is_fused_that_the_kernel_does_not_do(self):
+    def test_unsupported_fusions_are_disabled(self):
         assert not layer().supports_quant_query_input
         assert not layer().fused_output_quant_supported(None)
 
@@ -107,7 +107,7 @@ class TestBackend:
         }  # fmt: skip
         return TreeAttentionBackend.validate_configuration(**options | changes)
 
-    def test_what_is_taken(self):
+    def test_supported_settings(self):
         for changes in (
             {},
             {"head_size": 256},
@@ -125,14 +125,14 @@ class TestBackend:
         ):
             assert len(self.why(**changes)) == 1, changes
 
-    def test_it_passes_for_vllms(self):
+    def test_it_has_vllms_backend_name(self):
         assert TreeAttentionBackend.get_name() == "TRITON_ATTN"
 
 
 class TestCompaction:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
     def test_all_layers(self, dtype):
-        """Two layouts, and one cache that two layers share: moved once, not twice."""
+        """Two layouts, and one cache shared by two layers: moved once, not twice."""
         blocks, heads = 4, 2
         generator = torch.Generator().manual_seed(0)
 
@@ -159,7 +159,7 @@ class TestCompaction:
             for name in caches:
                 assert torch.equal(by_slot(layers[name].kv_cache), expected[name])
             assert torch.equal(layers["apart"].kv_cache.float(), untouched)
-            for made in layers.values():  # vLLM binds others after profiling
+            for made in layers.values():  # vLLM binds new ones after profiling
                 made.kv_cache = made.kv_cache.clone()
             layers["shares a"].kv_cache = layers["a"].kv_cache
             caches = {name: layers[name].kv_cache for name in caches}

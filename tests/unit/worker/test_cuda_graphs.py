@@ -1,4 +1,4 @@
-"""Which steps vLLM will run as full CUDA graphs: its own sizes and its own dispatch, on the CPU."""
+"""The steps that vLLM runs as full CUDA graphs: its own sizes and dispatch, on the CPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +13,13 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker import cpu_worker  # noqa: F401  (fits V2's modules to the CPU first)
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_medusa.worker.cuda_graphs import MOST_TOKENS, capture_more_trees, tree_sizes
+from vllm_medusa.worker.cuda_graphs import MAX_TOKENS, capture_more_trees, tree_sizes
 
 SEQS, TOKENS = 200, 8192
 
 
 def finished(nodes: int, **chosen: Any) -> tuple[Any, VllmConfig]:
-    """Arguments and the config that vLLM makes of them, as far as graphs go."""
+    """Arguments, and the graph settings of vLLM's config for them."""
     args = SimpleNamespace(
         cudagraph_capture_sizes=None,
         max_cudagraph_capture_size=None,
@@ -40,7 +40,7 @@ def finished(nodes: int, **chosen: Any) -> tuple[Any, VllmConfig]:
 
 
 def full_graphs(config: VllmConfig, nodes: int, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Requests with whole trees -> requests of the full graph that serves them."""
+    """Requests with whole trees -> requests of the full graph that runs them."""
     first = SimpleNamespace(is_first_rank=True, is_last_rank=True)
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: first)
     monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None)
@@ -62,8 +62,8 @@ def test_batches(nodes, before, monkeypatch):
     assert {*vllms} <= {*sizes} and sizes == sorted(sizes)
     assert len(sizes) <= len(vllms) + 40
     served = full_graphs(config, nodes, monkeypatch)
-    most = min(SEQS, MOST_TOKENS // nodes)
-    assert {*range(1, most + 1)} <= {*served}
+    maximum = min(SEQS, MAX_TOKENS // nodes)
+    assert {*range(1, maximum + 1)} <= {*served}
     assert all(padded - n <= n / 8 for n, padded in served.items())
     capture_more_trees(args, config, nodes)
     assert config.compilation_config.cudagraph_capture_sizes == sizes
@@ -72,12 +72,12 @@ def test_batches(nodes, before, monkeypatch):
 @pytest.mark.parametrize(
     "chosen", [{"max_cudagraph_capture_size": 128}, {"cudagraph_capture_sizes": [64, 256]}]
 )
-def test_the_users_sizes_stay(chosen):
+def test_the_users_sizes_are_kept(chosen):
     args, config = finished(64, **chosen)
     before = list(config.compilation_config.cudagraph_capture_sizes)
     capture_more_trees(args, config, 64)
     assert config.compilation_config.cudagraph_capture_sizes == before
-    for name, value in chosen.items():  # given as an argument of its own
+    for name, value in chosen.items():  # passed as a separate argument
         args, config = finished(64)
         setattr(args, name, value)
         before = list(config.compilation_config.cudagraph_capture_sizes)
@@ -85,7 +85,7 @@ def test_the_users_sizes_stay(chosen):
         assert config.compilation_config.cudagraph_capture_sizes == before
 
 
-def test_no_graphs_stay_none():
+def test_disabled_graphs_stay_disabled():
     args, config = finished(64)
     config.compilation_config.cudagraph_capture_sizes = []
     capture_more_trees(args, config, 64)

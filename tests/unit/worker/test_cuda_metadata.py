@@ -1,4 +1,4 @@
-"""What a step's metadata for the Triton attention holds, and what of it stays where it was."""
+"""A step's metadata for the Triton attention, and its persistent buffers."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -13,7 +13,7 @@ from support.triton_steps import (
     DIM,
     HEADS,
     KV_HEADS,
-    MOST,
+    MAX_SEQS,
     NODES,
     TREE,
     Buffers,
@@ -35,12 +35,12 @@ from vllm_medusa.worker.cuda_metadata import TreeMetadataBuilder
 
 @pytest.fixture
 def splits(monkeypatch):
-    """As if a GPU wanted the keys in 3 parts."""
+    """As if a GPU needed 3 key parts."""
     monkeypatch.setattr(cuda_metadata, "_splits", lambda *args: 3)
 
 
 def addresses(batch: PagedBatch) -> dict[str, Any]:
-    """Everything that a captured graph holds on to."""
+    """All addresses that a captured graph uses."""
     kept = {}
     for field in fields(batch):
         value = getattr(batch, field.name)
@@ -54,7 +54,7 @@ def addresses(batch: PagedBatch) -> dict[str, Any]:
 
 
 class TestMetadata:
-    def test_without_medusa_it_is_vllms(self, target, make_builder):
+    def test_without_medusa_it_equals_vllms(self, target, make_builder):
         config, builder = make_config(target, None), make_builder(None)
         metadata = build(builder, Buffers().batch([(NODES, 0)]), None)
         assert type(metadata) is TritonAttentionMetadata
@@ -62,12 +62,12 @@ class TestMetadata:
         support = stock.get_cudagraph_support(config, spec)
         assert builder.get_cudagraph_support(config, spec) == support
 
-    def test_without_trees_it_is_vllms(self, make_builder):
+    def test_without_trees_it_equals_vllms(self, make_builder):
         metadata = build(make_builder(), Buffers().batch([(5, 0), (1, 9)]), None)
         assert type(metadata) is TritonAttentionMetadata
 
     def test_a_step(self, make_builder):
-        """A whole tree, a cut one, a plain decode and prefill."""
+        """A whole tree, a truncated one, a plain decode and prefill."""
         common = Buffers().batch([(NODES, 20), (3, 40), (1, 7), (12, 0)])
         batch = paged(build(make_builder(), common, [NODES, 3, 1, 1]))
         assert batch.is_tree.tolist() == [True, True, False, False]
@@ -84,8 +84,8 @@ class TestMetadata:
             assert own.data_ptr() == theirs.data_ptr()
 
     @pytest.mark.usefixtures("splits")
-    def test_buffers_stay(self, make_builder):
-        """Whatever the steps before it, a step of one shape is read from the same places."""
+    def test_buffers_are_reused(self, make_builder):
+        """After any earlier steps, a step of the same shape is read from the same addresses."""
         builder, buffers = make_builder(), Buffers()
         shape = [(NODES, 20), (NODES, 3)]
         before = addresses(paged(build(builder, buffers.batch(shape), [NODES, NODES])))
@@ -105,10 +105,10 @@ class TestMetadata:
     @pytest.mark.parametrize("real", [4, 3])
     @pytest.mark.parametrize("size", [NODES, 3, 2])
     @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-    def test_a_graph_replayed(self, make_builder, real, size, dynamic):
-        """What was built for capture is right for later steps of its size, padded ones too.
+    def test_replay_of_a_graph(self, make_builder, real, size, dynamic):
+        """Metadata built for capture is right for later steps of its size, also padded ones.
 
-        Sizes below the whole tree's are captured where vLLM has several: then trees are cut.
+        Sizes below the whole tree's are captured if vLLM has several: trees are then truncated.
         """
         builder, buffers = make_builder(dynamic=dynamic), Buffers()
         capture = builder.build_for_cudagraph_capture(buffers.batch([(size, 0)] * 4))
@@ -120,7 +120,7 @@ class TestMetadata:
         build(builder, buffers.batch([(3, 3), (NODES, 8)]), [1, NODES], other)  # some other step
 
         requests = [(size, 20), (size, 3), (size, 60), (size, 11)][:real]
-        nodes = [size, 1, size, 1][:real]  # a plain request of as many rows is no tree
+        nodes = [size, 1, size, 1][:real]  # a plain request with as many rows is not a tree
         trees = own_trees(real, seed=2) if dynamic else None
         fresh = paged(build(builder, buffers.batch(requests, padded=4), nodes, trees))
         assert addresses(fresh) == addresses(captured)
@@ -135,13 +135,13 @@ class TestMetadata:
             assert torch.equal(captured.ancestor_bits[b, :size], tree.ancestor_bits[b])
 
     @pytest.mark.parametrize("size", [NODES, 3])
-    def test_a_uniform_batch_without_trees_is_told_to_the_graph(self, make_builder, size):
+    def test_a_captured_graph_sees_batches_without_trees(self, make_builder, size):
         builder, buffers = make_builder(), Buffers()
         captured = paged(builder.build_for_cudagraph_capture(buffers.batch([(size, 0)] * 2)))
         build(builder, buffers.batch([(size, 4), (size, 9)]), None)
         assert not captured.is_tree.any()
 
-    def test_one_row_a_request_is_captured_as_vllm_does(self, make_builder):
+    def test_one_row_per_request_is_captured_as_in_vllm(self, make_builder):
         captured = make_builder().build_for_cudagraph_capture(Buffers().batch([(1, 0)] * 2))
         assert type(captured) is TritonAttentionMetadata
 
@@ -182,10 +182,10 @@ def own_trees(batch: int, seed: int) -> Trees:
 
 
 def attended(batch: PagedBatch, rows: int) -> Tensor:
-    """Attention over random queries and caches in vLLM's layout; NaN where it writes nothing."""
+    """Attention over random queries and caches in vLLM's layout; NaN where nothing is written."""
     generator = torch.Generator().manual_seed(rows)
     query = torch.randn(rows, HEADS, DIM, generator=generator)
-    cache = torch.randn(MOST * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
+    cache = torch.randn(MAX_SEQS * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
     keys, values = cache.transpose(1, 2).split(DIM, -1)
     out = torch.full_like(query, torch.nan)
     paged_tree_attention(query, keys, values, batch, 0.2, out=out)

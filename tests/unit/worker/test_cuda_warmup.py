@@ -1,6 +1,6 @@
-"""No step with trees needs a kernel that the warm-up has not compiled.
+"""Steps with trees need only kernels that the warm-up has compiled.
 
-What a launch would compile is told by Triton itself, for a GPU that isn't there; nothing runs.
+Triton itself reports what a launch would compile, for a GPU that is not present; nothing runs.
 """
 
 import functools
@@ -16,7 +16,7 @@ from support.interpreter import INTERPRETING
 pytest.importorskip("vllm")
 pytest.importorskip("triton")
 from support import triton_layers
-from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MOST, NODES, Buffers, build
+from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MAX_SEQS, NODES, Buffers, build
 
 from vllm_medusa.kv import kernel as kv
 from vllm_medusa.kv.layers import LayerCaches
@@ -41,13 +41,13 @@ STEPS = [  # (rows, context) of requests, nodes of each
     ([(NODES, 20)], [NODES]),
     ([(NODES, 8000)], [NODES]),
     ([(NODES, LENGTH - NODES)] * 2, [NODES] * 2),
-    ([(NODES, 700)] * MOST, [NODES] * MOST),
-    ([(3, 4000)], [3]),  # a tree that was cut
+    ([(NODES, 700)] * MAX_SEQS, [NODES] * MAX_SEQS),
+    ([(3, 4000)], [3]),  # a truncated tree
     ([(2, 40), (1, 9000)], [2, 1]),
     ([(NODES, 20), (1, 7), (9, 0)], [NODES, 1, 1]),
     ([(NODES, 5000), (90, 0)], [NODES, 1]),
     ([(NODES, 9000), (170, 40), (1, 8)], [NODES, 1, 1]),
-    ([(NODES, 9000), (3000, 0)], [NODES, 1]),  # whose rows leave no room for parts
+    ([(NODES, 9000), (3000, 0)], [NODES, 1]),  # without room for parts
 ]
 
 
@@ -69,7 +69,7 @@ def layer(dtype: torch.dtype, **changes: Any) -> Any:
 @pytest.mark.usefixtures("on_a_gpu")
 def test_attention(make_builder):
     builder, buffers = make_builder(length=LENGTH), Buffers()
-    buffers.block_table = torch.zeros(MOST, 13, dtype=torch.int32)
+    buffers.block_table = torch.zeros(MAX_SEQS, 13, dtype=torch.int32)
     layers = {
         "plain": layer(torch.float32),
         "window": layer(torch.float32, sliding_window=9, sinks=torch.zeros(HEADS)),
@@ -101,7 +101,7 @@ def many(make: Callable[[int, int], None], nodes: int) -> set[tuple[str, str]]:
 
 
 def target_logits(rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
-    """As vLLM's models give them: rows of a padded vocabulary, cut."""
+    """As from vLLM's models: rows of a padded vocabulary, without the padding."""
     return torch.zeros(rows, -(-vocab // 64) * 64, dtype=dtype)[:, :vocab]
 
 
@@ -110,7 +110,7 @@ def target_logits(rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("vocab", [512, 501])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_acceptance(dtype, vocab, dynamic):
-    """At temperature 1 vLLM hands the target's logits on as they are, else a copy in fp32."""
+    """At temperature 1 vLLM passes the target's logits unchanged, otherwise a copy in fp32."""
     tree = TokenTree.dense([15, 16])
     nodes, static = tree.num_nodes, TreeTensors.from_tree(tree)
     drafted: Any = SimpleNamespace(
@@ -142,7 +142,7 @@ def test_acceptance(dtype, vocab, dynamic):
 
 
 def test_compaction():
-    """One kernel for a cache: vLLM's own warm-up has compacted by then."""
+    """One kernel for a cache: vLLM's own warm-up has compacted before."""
     caches = LayerCaches.of([torch.zeros(4, 2, BLOCK, 8)], (0, 2))
 
     def step(batch, width):
@@ -154,9 +154,9 @@ def test_compaction():
 
 @pytest.mark.parametrize("vocab", [512, 501])
 def test_proposals(vocab):
-    """What two batches compile is enough for all."""
+    """Two batches compile everything that is needed."""
     tensors = TreeTensors.from_tree(TokenTree.dense([3, 4, 4]))
-    stacked = torch.zeros(3, 40, vocab, dtype=torch.bfloat16)  # as one product for all heads gives
+    stacked = torch.zeros(3, 40, vocab, dtype=torch.bfloat16)  # as from one product for all heads
 
     def step(batch, width=0):
         logits = stacked[:, :batch].contiguous().transpose(0, 1)
@@ -177,17 +177,17 @@ def test_proposals(vocab):
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("length", [512, 777])
 def test_lookup(length):
-    """Any batch, and views of the texts' table up to any length."""
-    texts, most = torch.zeros(20, length, dtype=torch.int32), 63
+    """Any batch, and views of the text table up to any length."""
+    texts, maximum = torch.zeros(20, length, dtype=torch.int32), 63
     with needed() as compiled:
         options = SimpleNamespace(tree=SimpleNamespace(max_depth=5))
-        trees = SimpleNamespace(num_nodes=most + 1, options=options)
+        trees = SimpleNamespace(num_nodes=maximum + 1, options=options)
         TreeSpeculator.warm_up_lookup(SimpleNamespace(trees=trees), texts)
 
     def step(batch, width):
         slots = torch.arange(batch + 1)[1:]
-        trees = DraftTrees.roots(batch, most + 1, "cpu")
-        _, found = lookup.continuations(texts[:, :width], slots, torch.zeros_like(slots), most)
+        trees = DraftTrees.roots(batch, maximum + 1, "cpu")
+        _, found = lookup.continuations(texts[:, :width], slots, torch.zeros_like(slots), maximum)
         lookup.join(trees, found, found.float(), 5)
 
     assert many(step, length) == compiled and len(compiled) == 2

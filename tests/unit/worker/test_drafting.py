@@ -1,4 +1,4 @@
-"""The drafter of vLLM's workers packs the heads that its tree uses, and no others."""
+"""The drafter of vLLM's workers packs only the heads that its tree uses."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.v1.worker.cpu_worker import Worker  # that module first: it fits V2 to the CPU
+from vllm.v1.worker.cpu_worker import Worker  # this module first: it adapts V2 to the CPU
 
 from vllm_medusa.config import AcceptanceConfig
 from vllm_medusa.heads import HydraHeads, MedusaHeads, load_heads, save_heads
@@ -40,7 +40,7 @@ def randomized(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def drafted(drafter: MedusaDrafter, states: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
-    """The tokens of a static tree, the root left out."""
+    """The tokens of a static tree, without the root."""
     nodes = drafter.options.tree.num_nodes
     return drafter.draft(states, root, nodes, torch.zeros_like(root)).token_ids[:, 1:]
 
@@ -59,14 +59,12 @@ def make_drafter(heads: Path, tree: TokenTree, device: str = "cpu") -> MedusaDra
 
 
 @pytest.mark.parametrize("num_lm_heads", [5, 0])
-def test_five_heads_trained_and_three_used_cost_what_three_cost(
-    num_lm_heads, alone, tmp_path, monkeypatch
-):
+def test_unused_heads_cost_nothing(num_lm_heads, alone, tmp_path, monkeypatch):
     weights, products = [], []
     original = compat.packed_linear
 
     def packed_linear(weight, bias):
-        size = weight.numel()  # read once for each product
+        size = weight.numel()  # read once per product
         weights.append(size)
         product = original(weight, bias)
 
@@ -99,8 +97,8 @@ def test_five_heads_trained_and_three_used_cost_what_three_cost(
     assert torch.equal(*drafts)
 
 
-def test_a_rank_s_device_never_holds_rows_of_others(tmp_path, monkeypatch):
-    """They are cut on the host."""
+def test_a_rank_never_loads_rows_of_others(tmp_path, monkeypatch):
+    """They are removed on the host."""
     devices = []
 
     def load(*args, **kwargs):
@@ -113,7 +111,7 @@ def test_a_rank_s_device_never_holds_rows_of_others(tmp_path, monkeypatch):
     monkeypatch.setattr(sharding, "get_tp_group", lambda: group)
     monkeypatch.setattr(sharding, "FEWEST_IDS", 1)
     write(tmp_path / "model.safetensors", random_heads(2, 1, num_lm_heads=2).spelled("vllm"))
-    drafter = make_drafter(tmp_path, TokenTree.chain(2), "meta")  # in place of a GPU
+    drafter = make_drafter(tmp_path, TokenTree.chain(2), "meta")  # instead of a GPU
     drafter.load_model(torch.nn.Module())
     assert isinstance(drafter.heads, MedusaHeads)
     assert set(devices) == {"cpu"}
@@ -140,7 +138,7 @@ def test_drafts_are_the_targets_ids(in_parts, alone, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_only_the_draft_vocabularys_rows_are_read(kind, alone, tmp_path):
+def test_only_rows_of_the_draft_vocabulary_are_read(kind, alone, tmp_path):
     known = torch.tensor([7, 11, 9, 13, 5])
     torch.manual_seed(1)
     heads = {
@@ -151,7 +149,7 @@ def test_only_the_draft_vocabularys_rows_are_read(kind, alone, tmp_path):
     target = CappedTarget(soft_cap=None, scale=1.0, bias=False)
     drafter = make_drafter(tmp_path, TokenTree.dense([3, 1]))
     drafter.load_model(target)
-    target.processor = None  # nothing is asked of it any more
+    target.processor = None  # it must not be used any more
     rows, root = target.lm_head.weight[:VOCAB], torch.tensor([3, 1, 4, 1])
     states = torch.randn(4, HIDDEN)
     if kind == "hydra":
@@ -196,7 +194,7 @@ class CappedTarget(torch.nn.Module):
         return self.processor(self.lm_head, states, self.lm_head.bias)
 
 
-def test_heads_outlive_a_sleep_of_level_2(tmp_path, monkeypatch):
+def test_heads_survive_sleep_level_2(tmp_path, monkeypatch):
     """Uses vLLM's own code, whose allocator silently drops the weights."""
     heads = randomized(MedusaHeads(2, 1, HIDDEN, VOCAB, token_map=torch.arange(5)))
     before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}

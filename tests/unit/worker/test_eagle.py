@@ -1,4 +1,4 @@
-"""EAGLE drafters with a tree: what becomes of the options, and who is refused before weights."""
+"""EAGLE drafters with a tree: the resulting options, and refusals before weights load."""
 
 import json
 import shutil
@@ -48,11 +48,11 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(target: str, drafter: Path) -> Config:
-    """The engine's config for some options of the drafter and of vLLM."""
+    """The engine's config for given options of the drafter and of vLLM."""
 
     def made(tree: Any = "dynamic", folder: Path = drafter, vllm: Any = (), **options: Any) -> Any:
-        asked = {"method": "eagle3", "model": str(folder), "tree": tree, **options}
-        args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=asked, **dict(vllm))
+        given = {"method": "eagle3", "model": str(folder), "tree": tree, **options}
+        args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=given, **dict(vllm))
         return args.create_engine_config()
 
     return made
@@ -60,7 +60,7 @@ def config(target: str, drafter: Path) -> Config:
 
 @pytest.fixture
 def other(config: Config, drafter: Path, tmp_path: Path) -> Callable[..., Any]:
-    """The options of a drafter with a changed config; tensors, and layers, that are None go."""
+    """The options of a drafter with a changed config; tensors and layers of None are removed."""
 
     def made(changes: dict[str, Any], **tensors: Any) -> EngineOptions:
         shutil.copytree(drafter, tmp_path, dirs_exist_ok=True)
@@ -76,7 +76,7 @@ def other(config: Config, drafter: Path, tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "beam", "most", "budget"),
+    ("given", "beam", "maximum", "budget"),
     [
         ({}, (10, 10, 6), 59, "auto"),
         ({"tree": "dynamic", "budget": 7}, (10, 10, 6), 7, 7),
@@ -87,25 +87,25 @@ def other(config: Config, drafter: Path, tmp_path: Path) -> Callable[..., Any]:
         ({"tree": "chain", "num_speculative_tokens": 3, "budget": "auto"}, (1, 1, 3), 3, "auto"),
     ],
 )
-def test_what_the_engine_runs_with(
-    config: Config, drafter: Path, asked: Any, beam: tuple[int, int, int], most: int, budget: Any
+def test_the_engine_s_settings(
+    config: Config, drafter: Path, given: Any, beam: tuple[int, int, int], maximum: int, budget: Any
 ) -> None:
-    made = config(**asked)
+    made = config(**given)
     options, speculative = EngineOptions.of(made), made.speculative_config
-    assert options.tree == DynamicTree(Beam(*beam), 1 + most)
+    assert options.tree == DynamicTree(Beam(*beam), 1 + maximum)
     assert (options.budget, options.heads) == (budget, str(drafter))
-    assert options.lookup == asked.get("lookup", False)
-    assert options.depth == (most if options.lookup else min(most, beam[2]))
+    assert options.lookup == given.get("lookup", False)
+    assert options.depth == (maximum if options.lookup else min(maximum, beam[2]))
     scratch = beam[0] * (beam[2] - 1)
-    assert made.num_lookahead_tokens == speculative.num_speculative_tokens == max(most, scratch)
+    assert made.num_lookahead_tokens == speculative.num_speculative_tokens == max(maximum, scratch)
     assert is_medusa(speculative) and speculative.method == "eagle3"
     assert made.parallel_config.worker_cls == CPU_WORKER
     assert made.scheduler_config.scheduler_cls == EITHER_SCHEDULER
 
 
-def test_without_a_tree_it_is_vllms(target: str, drafter: Path) -> None:
-    asked = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3}
-    args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=asked)
+def test_without_a_tree_vllms_path_is_used(target: str, drafter: Path) -> None:
+    given = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3}
+    args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=given)
     made = args.create_engine_config()
     assert not is_medusa(made.speculative_config)
     assert made.parallel_config.worker_cls != CPU_WORKER
@@ -113,7 +113,7 @@ def test_without_a_tree_it_is_vllms(target: str, drafter: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("given", "words"),
     [
         ({"tree": "chian"}, "tree is 'chian'; give"),
         ({"tree": {"width": 65}}, "width up to 64"),
@@ -130,9 +130,9 @@ def test_without_a_tree_it_is_vllms(target: str, drafter: Path) -> None:
         ({"vllm": {"max_model_len": 50}}, "take 50 cache slots"),
     ],
 )
-def test_what_is_refused(config: Config, asked: Any, words: str) -> None:
+def test_refused(config: Config, given: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        config(**asked)
+        config(**given)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_is_refused(config: Config, asked: Any, words: str) -> None:
         ({"draft_vocab_size": 8}, "width is 10, but"),
     ],
 )
-def test_drafters_of_others(other: Any, changes: dict[str, Any], words: str) -> None:
+def test_other_drafters(other: Any, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(MedusaConfigError, match=words):
         other(changes)
 
@@ -166,12 +166,12 @@ def test_drafters_of_others(other: Any, changes: dict[str, Any], words: str) -> 
         ("mask_hidden", torch.zeros(3 * HIDDEN), "parallel drafting"),
     ],
 )
-def test_tensors_of_others(other: Any, name: str, tensor: Any, words: str) -> None:
+def test_other_tensors(other: Any, name: str, tensor: Any, words: str) -> None:
     with pytest.raises(MedusaConfigError, match=words):
         other({}, **{name: tensor})
 
 
-def test_heads_are_no_drafter(config: Config, tmp_path: Path) -> None:
+def test_heads_are_not_a_drafter(config: Config, tmp_path: Path) -> None:
     heads = save_random_heads(tmp_path)
     with pytest.raises(MedusaConfigError, match=r'EAGLE drafter.*"method": "medusa"'):
         config(folder=Path(heads))
@@ -188,13 +188,11 @@ def test_heads_are_no_drafter(config: Config, tmp_path: Path) -> None:
         {"target_hidden_size": HIDDEN, "target_model_type": "llama", "rope_scaling": None},
     ],
 )
-def test_what_configs_of_others_hold_besides(
-    other: Any, tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_additional_keys_in_configs(other: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
     assert other(changes).heads == str(tmp_path)
 
 
-def test_the_runner_that_it_was_made_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_intended_runner(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_medusa.worker import compat
 
     assert not is_for_v2(config().speculative_config)
@@ -204,13 +202,13 @@ def test_the_runner_that_it_was_made_for(config: Config, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 1], [-1, 2], [1, 600]])
-def test_a_vocabulary_that_is_no_part(ids: list[int]) -> None:
+def test_a_vocabulary_that_is_not_a_subset(ids: list[int]) -> None:
     check_vocabulary(torch.tensor([0, 5, 511]), VOCAB)
     with pytest.raises(MedusaConfigError, match="has token ids from"):
         check_vocabulary(torch.tensor(ids), VOCAB)
 
 
-def test_layers_that_the_target_shows(config: Config) -> None:
+def test_auxiliary_layers_of_the_target(config: Config) -> None:
     made, model = config(), torch.nn.Module()
     model.model = torch.nn.Module()
     model.model.aux_hidden_state_layers = (1, 2, 3)

@@ -1,4 +1,4 @@
-"""The command line, through vLLM's own parser, down to vLLM's own config."""
+"""The command line, through vLLM's own parser, to vLLM's own config."""
 
 import json
 
@@ -46,8 +46,8 @@ def parse(parser, target):
 def config(target):
     """The engine's config for these Python arguments."""
 
-    def made(asked, **more):
-        args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=asked, **more)
+    def made(keys, **more):
+        args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=keys, **more)
         return args.create_engine_config()
 
     return made
@@ -71,7 +71,7 @@ def options(args: EngineArgs) -> EngineOptions:
     ],
     ids=" ".join,
 )
-def test_every_way_to_say_it(parse, heads, arguments):
+def test_all_equivalent_arguments(parse, heads, arguments):
     found = options(parse(*[argument.replace("HEADS", heads) for argument in arguments]))
     assert found.heads == heads
     assert isinstance(found.tree, DynamicTree) and found.budget == "auto"
@@ -79,8 +79,8 @@ def test_every_way_to_say_it(parse, heads, arguments):
 
 
 def test_the_flag_beside_other_options(parse, heads):
-    asked = {"tree": "mc_sim_7b_63", "acceptance": {"mode": "typical", "epsilon": 0.2}}
-    more = "--spec-tokens", "20", "--speculative-config", json.dumps(asked)
+    keys = {"tree": "mc_sim_7b_63", "acceptance": {"mode": "typical", "epsilon": 0.2}}
+    more = "--spec-tokens", "20", "--speculative-config", json.dumps(keys)
     config = parse("--speculative-model", heads, *more).create_engine_config()
     found = EngineOptions.of(config)
     assert found.tree == load_preset("mc_sim_7b_63").prefix(21)
@@ -107,18 +107,16 @@ def test_conflicts_with_the_flag(parse, heads, arguments, words):
 
 
 @pytest.mark.parametrize("flag", ["--spec-method medusa", "--spec-model HEADS", "--spec-tokens 3"])
-def test_said_twice(parse, heads, flag):
-    asked = {"method": "medusa", "model": heads, "num_speculative_tokens": 4}
-    args = parse("--speculative-config", json.dumps(asked), *flag.replace("HEADS", heads).split())
+def test_duplicate_options(parse, heads, flag):
+    keys = {"method": "medusa", "model": heads, "num_speculative_tokens": 4}
+    args = parse("--speculative-config", json.dumps(keys), *flag.replace("HEADS", heads).split())
     with pytest.raises(ValueError, match=r"twice|mutually exclusive") as caught:
         args.create_engine_config()
     assert flag.split()[0] in str(caught.value)
 
 
 @pytest.mark.parametrize(("seqs", "warned"), [(64, False), (65, True)])
-def test_running_requests_that_can_fill_a_step_are_warned_of(
-    parse, heads, monkeypatch, seqs, warned
-):
+def test_a_warning_if_running_requests_can_fill_a_step(parse, heads, monkeypatch, seqs, warned):
     lines = []
     monkeypatch.setattr(compat.logger, "warning_once", lambda t, *values: lines.append(t % values))
     tree = {"tree": {"chain": 3}}
@@ -131,17 +129,17 @@ def test_running_requests_that_can_fill_a_step_are_warned_of(
     assert all("65 running requests" in x and "max_num_seqs to 64" in x for x in found)
 
 
-def test_a_target_without_heads_when_none_are_named(config):
+def test_a_target_without_heads(config):
     with pytest.raises(ValueError, match=r'file itself\. The target .*"lookup": true'):
         config({"method": "medusa"})
 
 
-def test_a_tree_of_a_file_is_capped(config, heads, tmp_path):
+def test_a_tree_from_a_file_is_capped(config, heads, tmp_path):
     file = tmp_path / "tree.json"
     file.write_text(json.dumps({"paths": TREE, "source": "by hand"}))
     for cap in (None, 2, 200):
-        asked = {"method": "medusa", "model": heads, "tree": str(file)}
-        found = EngineOptions.of(config(asked | {"num_speculative_tokens": cap})).tree
+        keys = {"method": "medusa", "model": heads, "tree": str(file)}
+        found = EngineOptions.of(config(keys | {"num_speculative_tokens": cap})).tree
         assert found == TokenTree.from_paths(TREE).prefix(1 + min(3, cap or 3))
 
 
@@ -151,34 +149,34 @@ def test_the_heads_own_tree(config, heads, tmp_path):
     assert EngineOptions.of(config(without)).tree == cut
     heads = MedusaHeads(3, 1, 64, 512, num_lm_heads=0)
     save_heads(tmp_path, heads.to(torch.float32), {"tree": TREE})
-    asked = {"method": "medusa", "model": str(tmp_path)}
-    assert EngineOptions.of(config(asked | {"tree": "heads"})).tree == TokenTree.from_paths(TREE)
-    assert EngineOptions.of(config(asked | {"tree": {"chain": 2}})).tree == TokenTree.chain(2)
-    assert isinstance(EngineOptions.of(config(asked)).tree, DynamicTree)
+    keys = {"method": "medusa", "model": str(tmp_path)}
+    assert EngineOptions.of(config(keys | {"tree": "heads"})).tree == TokenTree.from_paths(TREE)
+    assert EngineOptions.of(config(keys | {"tree": {"chain": 2}})).tree == TokenTree.chain(2)
+    assert isinstance(EngineOptions.of(config(keys)).tree, DynamicTree)
 
 
-def test_nothing_of_the_user_s_is_changed(target, heads):
-    asked = {"method": "medusa", "model": heads, "tree": TREE}
+def test_the_users_arguments_are_not_modified(target, heads):
+    keys = {"method": "medusa", "model": heads, "tree": TREE}
     extra = {"mine": {"a": 1}}
-    kept = json.dumps([asked, extra])
+    kept = json.dumps([keys, extra])
     args = EngineArgs(
-        target, skip_tokenizer_init=True, speculative_config=asked, additional_config=extra
+        target, skip_tokenizer_init=True, speculative_config=keys, additional_config=extra
     )
     first = args.create_engine_config()
     second = args.create_engine_config()
-    assert json.dumps([asked, extra]) == kept
+    assert json.dumps([keys, extra]) == kept
     assert first.additional_config["mine"] == {"a": 1}
     assert EngineOptions.of(first) == EngineOptions.of(second)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "keys",
     [None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}],
     ids=["plain", "ngram"],
 )
-def test_without_medusa_the_config_is_vllm_s_own(config, asked, monkeypatch):
+def test_without_medusa_the_config_is_unchanged(config, keys, monkeypatch):
     def made():
-        found = config(asked and dict(asked))
+        found = config(keys and dict(keys))
         found.instance_id = ""
         return found
 
@@ -195,7 +193,7 @@ def test_without_medusa_the_config_is_vllm_s_own(config, asked, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "keys",
     [
         {"tree": [[0]]},
         {"method": "ngram", "num_speculative_tokens": 2, "acceptance": "typical"},
@@ -203,11 +201,11 @@ def test_without_medusa_the_config_is_vllm_s_own(config, asked, monkeypatch):
     ],
     ids=["no method", "another method", "misspelled"],
 )
-def test_keys_of_ours_without_our_name(config, heads, asked):
-    if asked.get("method") != "ngram":
-        asked = {"model": heads, **asked}
+def test_our_keys_without_our_method(config, heads, keys):
+    if keys.get("method") != "ngram":
+        keys = {"model": heads, **keys}
     with pytest.raises(ValueError, match='Trees need "method": "medusa"'):
-        config(asked)
+        config(keys)
 
 
 def test_the_flag_is_in_the_help(parser):
@@ -215,32 +213,32 @@ def test_the_flag_is_in_the_help(parser):
     assert action.metavar == "HEADS" and "--speculative-config" in action.help
 
 
-def test_a_key_of_ours_without_speculation_is_nobody_s_business(config):
+def test_our_keys_without_speculation_are_ignored(config):
     assert config(None, additional_config={"medusa": {}}).speculative_config is None
 
 
-def test_adapters_bound_the_drafts_of_a_request(config, heads):
-    """vLLM refuses more nodes in a step than it has buffers of adapters for."""
+def test_adapters_limit_the_drafts_of_a_request(config, heads):
+    """vLLM refuses more nodes per step than it has adapter buffers for."""
     few = {"enable_lora": True, "max_num_seqs": 16, "max_num_batched_tokens": 128}
-    asked = {"method": "medusa", "model": heads}
-    assert config(asked, **few).speculative_config.num_speculative_tokens == 7
+    keys = {"method": "medusa", "model": heads}
+    assert config(keys, **few).speculative_config.num_speculative_tokens == 7
     with pytest.raises(ValueError, match=r"\(128\).*\(16\).*\(31\).*Raise the first or lower"):
-        config(asked | {"num_speculative_tokens": 30}, **few)
+        config(keys | {"num_speculative_tokens": 30}, **few)
     with pytest.raises(ValueError, match=r"2 or more"):
-        config(asked, **few | {"max_num_seqs": 128})
-    many = config(asked, **few | {"enable_lora": False}).speculative_config
+        config(keys, **few | {"max_num_seqs": 128})
+    many = config(keys, **few | {"enable_lora": False}).speculative_config
     assert many.num_speculative_tokens > 7
 
 
 def test_hydra_heads_expand_a_beam(config, tmp_path):
     heads = str(save_heads(tmp_path / "hydra", random_hydra(3)))
-    asked = {"method": "medusa", "model": heads}
-    tree = EngineOptions.of(config(asked | {"budget": 20})).tree
+    keys = {"method": "medusa", "model": heads}
+    tree = EngineOptions.of(config(keys | {"budget": 20})).tree
     assert isinstance(tree, DynamicTree) and tree.pool == Beam(10, 10, 3) and tree.num_nodes == 21
-    assert EngineOptions.of(config(asked | {"tree": {"chain": 3}})).tree == TokenTree.chain(3)
+    assert EngineOptions.of(config(keys | {"tree": {"chain": 3}})).tree == TokenTree.chain(3)
 
 
-def test_the_folder_of_an_eagle_drafter_is_taken_for_one(parse, tmp_path):
+def test_the_folder_of_an_eagle_drafter_is_recognized(parse, tmp_path):
     drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (0, 1, 2)).save(tmp_path)
     own = {"method": "eagle3", "tree": "dynamic", "model": drafter}
     assert parse("--speculative-model", drafter).speculative_config == own
@@ -249,6 +247,6 @@ def test_the_folder_of_an_eagle_drafter_is_taken_for_one(parse, tmp_path):
 
 
 @pytest.mark.parametrize("given", ["medusa", [1, 2]])
-def test_a_configuration_that_is_no_object_is_refused_in_words(config, given):
+def test_a_configuration_that_is_not_an_object_is_refused(config, given):
     with pytest.raises(ValueError, match=r"speculative_config is .*; use an object such as"):
         config(given)

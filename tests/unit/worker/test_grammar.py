@@ -46,7 +46,7 @@ def schema(compiler):
 
 @pytest.fixture(params=range(4))
 def drafted(request):
-    """The tokens of an answer so far, and drafts of 40 nodes behind them."""
+    """The tokens of an answer so far, and drafts of 40 nodes after them."""
     rng, text = random.Random(request.param), tokenizer().encode(TEXT, add_special_tokens=False)
     begun = text[: request.param * 3]
     return begun, random_drafts(rng, 40, text[len(begun) :])
@@ -59,12 +59,12 @@ def spelling():
 
 @pytest.fixture
 def row():
-    """Room for one mask."""
+    """A buffer for one mask."""
     return xgr.allocate_token_bitmask(1, VOCAB)
 
 
 def at(compiled, tokens):
-    """A grammar that has accepted ``tokens``; None if it does not."""
+    """A grammar that has accepted ``tokens``; None if it rejects them."""
     grammar = XgrammarGrammar(
         vocab_size=VOCAB, matcher=xgr.GrammarMatcher(compiled, max_rollback_tokens=64), ctx=compiled
     )
@@ -82,7 +82,7 @@ def mask_of(grammar):
 
 
 def random_drafts(rng, num_nodes, text):
-    """A tree in which some paths begin as the text does; siblings differ."""
+    """A tree in which some paths start like the text; siblings differ."""
     tokens, parents, paths, depth = [], [], {()}, [0]
     while len(tokens) < num_nodes:
         parent = rng.randrange(len(tokens) + 1)
@@ -95,7 +95,7 @@ def random_drafts(rng, num_nodes, text):
     return Candidates(tokens, parents)
 
 
-def test_every_mask_is_that_of_the_path(schema, drafted):
+def test_every_mask_is_the_mask_of_its_path(schema, drafted):
     begun, drafts = drafted
     grammar, masks = at(schema, begun), xgr.allocate_token_bitmask(50, VOCAB)
     root = masks[5] = mask_of(grammar)
@@ -108,7 +108,7 @@ def test_every_mask_is_that_of_the_path(schema, drafted):
         expected = torch.full_like(root, -1) if there is None else mask_of(there)
         assert torch.equal(masks[5 + node], expected)
     assert 2 < live < 40
-    assert torch.equal(mask_of(grammar), root)  # it is where it was
+    assert torch.equal(mask_of(grammar), root)  # its state is unchanged
     assert (masks[46:] == -1).all() and (masks[:5] == -1).all()
 
 
@@ -127,14 +127,14 @@ def test_only_allowed_drafts_are_chosen(schema, drafted, row, spelling):
     assert torch.equal(mask_of(grammar), mask_of(at(schema, begun)))
 
 
-def test_what_is_forced_is_drafted_without_heads(compiler, row, spelling):
-    """To the end token, below which there is nothing."""
+def test_forced_tokens_are_drafted_without_heads(compiler, row, spelling):
+    """Up to the end token, after which there are no drafts."""
     compiled = compiler.compile_regex("return self")
     more = row, VOCAB, spelling, 0.85
     chosen = choose(at(compiled, []), Candidates([], []), 9, *more)
     best, node = [], 0
     while node in chosen.parents:
-        node = 1 + chosen.parents.index(node)  # its surest child
+        node = 1 + chosen.parents.index(node)  # its most probable child
         best.append(chosen.token_ids[node - 1])
     assert tokenizer().decode(best) == "return self</s>"
     assert best[-1] == tokenizer().eos_token_id
@@ -142,7 +142,7 @@ def test_what_is_forced_is_drafted_without_heads(compiler, row, spelling):
     assert choose(at(compiled, best[:-1]), Candidates([], []), 9, *more) == Candidates(
         best[-1:], [0], [1.0], [FORCED]
     )
-    deep = choose(at(compiled, []), Candidates([], []), 1, *more, 2)  # heads are less deep
+    deep = choose(at(compiled, []), Candidates([], []), 1, *more, 2)  # deeper than the heads
     run = [token for token, kind in zip(deep.token_ids, deep.forced, strict=True) if kind]
     assert run == best[:2]
     longest = forced_run(at(compiled, []), 9, row, VOCAB, spelling, 0.99)
@@ -151,11 +151,11 @@ def test_what_is_forced_is_drafted_without_heads(compiler, row, spelling):
 
 @pytest.mark.parametrize("begun", [0, 3, 6])
 @pytest.mark.parametrize(("longest", "depth"), [(0.85, 9), (0.85, 1), (0.45, 9), (0.1, 9)])
-def test_a_forced_run_is_the_surest_path(schema, row, spelling, begun, longest, depth):
+def test_a_forced_run_is_the_likeliest_path(schema, row, spelling, begun, longest, depth):
     text = tokenizer().encode(TEXT, add_special_tokens=False)[:begun]
     grammar = at(schema, text)
     run = forced_run(grammar, depth, row, VOCAB, spelling, longest)
-    assert torch.equal(mask_of(grammar), mask_of(at(schema, text)))  # it is where it was
+    assert torch.equal(mask_of(grammar), mask_of(at(schema, text)))  # its state is unchanged
     assert 0 < len(run.token_ids) <= depth and at(schema, text + run.token_ids)
     assert run.parents == list(range(len(run.parents))) and all(run.forced)
     assert run.survival == sorted(run.survival, reverse=True)
@@ -179,7 +179,7 @@ def test_chance_of_the_longest_is_learned():
     assert first > 0.8 and chance.value == pytest.approx(0.25, abs=0.02)
 
 
-def test_few_tokens_are_found():
+def test_small_sets_of_allowed_tokens_are_found():
     mask = torch.zeros(WORDS, dtype=torch.int32)
     mask[0], mask[3] = 1 << 4, -(1 << 31)
     assert few_tokens(mask.numpy(), VOCAB) == [4, 3 * 32 + 31]
@@ -191,7 +191,7 @@ def test_few_tokens_are_found():
 
 
 def test_a_dead_end_has_no_drafts(compiler, spelling):
-    """Stop tokens end an answer: where only they could go on, nothing is allowed."""
+    """Stop tokens end an answer: if only they are allowed, there are no drafts."""
     compiled = compiler.compile_regex("no")
     stops = [token for token in range(VOCAB) if tokenizer().decode([token])[:1] == "n"]
     matcher = xgr.GrammarMatcher(compiled, override_stop_tokens=stops, max_rollback_tokens=64)

@@ -33,7 +33,7 @@ def scheduler(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> TreeScheduler:
 
 
 class Worker:
-    """Walks each request's tree as far as tokens and masks agree."""
+    """Walks each request's tree as long as tokens and masks agree."""
 
     def __init__(self, scheduler: TreeScheduler) -> None:
         self.scheduler = scheduler
@@ -81,7 +81,7 @@ class Worker:
 
 @pytest.mark.parametrize("drafts", ["always", "never", "in turn"])
 def test_every_request_follows_its_grammar(scheduler: TreeScheduler, drafts: str) -> None:
-    """Whether heads drafted or not, what grammars force is drafted and accepted."""
+    """Whether heads drafted or not, tokens forced by grammars are drafted and accepted."""
     policy: Any = scheduler.policy
     assert isinstance(policy, Auto) and scheduler.drafts_forced
 
@@ -106,7 +106,7 @@ def test_every_request_follows_its_grammar(scheduler: TreeScheduler, drafts: str
         request = Request(name, [3, 4, 5], params, None)
         scheduler.structured_output_manager.grammar_init(request)
         structured: Any = request.structured_output_request
-        structured._grammar.result(timeout=30)  # compiled beside
+        structured._grammar.result(timeout=30)  # compiled in the background
         scheduler.add_request(request)
     turns = itertools.cycle({"always": [True], "never": [False]}.get(drafts, [True, False]))
     for _ in range(100):

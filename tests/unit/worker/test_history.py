@@ -15,11 +15,11 @@ from vllm_medusa.worker.v1.verification import _is_plain_greedy
 
 ALL = torch.tensor([True, True])
 FIRST = torch.tensor([True, False])
-OTHER: Any = SimpleNamespace(is_argmax_invariant=lambda: False)  # a processor that must stay
+OTHER: Any = SimpleNamespace(is_argmax_invariant=lambda: False)  # a processor that must be kept
 
 
 class MinTokens:
-    """vLLM's processor as far as we look at it."""
+    """The part of vLLM's processor that we use."""
 
     def __init__(self, rules: dict[int, tuple[Any, ...]]):
         self.min_toks = rules
@@ -69,7 +69,7 @@ def test_the_path_counts_as_output(changes):
     assert given.output_token_ids == [[7], [8, 9]]
 
 
-def test_paths_may_be_given():
+def test_explicit_paths():
     history = PathHistory(metadata(no_penalties=False), 2, [[], [5]])
     assert history.at(0, ALL).output_token_ids == [[7], [8, 9, 5]]
 
@@ -81,7 +81,7 @@ def test_min_tokens_counts_the_path():
     given = metadata(logitsprocs=processors)
     history = PathHistory(given, 2)
     barred = []
-    for level in range(4):  # 2, 3, 4, 5 tokens are out at request 1
+    for level in range(4):  # request 1 has 2, 3, 4, 5 output tokens
         kept, mine = history.at(level, ALL).logitsprocs.non_argmax_invariant
         assert kept is OTHER and isinstance(mine, MinTokensAt)
         logits = mine.apply(torch.zeros(2, 5))
@@ -100,7 +100,7 @@ def test_min_tokens_by_node():
 
 
 def test_a_finished_grammar_may_stop_before_min_tokens():
-    """Where it allows nothing but the stop token; without a grammar such a row stays barred."""
+    """If it allows only the stop token; without a grammar such a row stays masked."""
     only_stop = torch.tensor([-float("inf"), 1.0, -float("inf")]).repeat(2, 1)
     rules = {0: (5, [], {1}, True), 1: (5, [], {1}, False)}
     logits = MinTokensAt(rules, [(0, 0), (1, 0)]).apply(only_stop.clone())
@@ -123,7 +123,7 @@ def test_a_finished_grammar_may_stop_before_min_tokens():
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_the_argmax_is_not_all_that_greedy_requests_may_ask_for(changes):
+def test_greedy_requests_may_need_more_than_the_argmax(changes):
     plain = {"all_greedy": True, "all_random": False, "temperature": None}
     assert _is_plain_greedy(metadata(**plain))
     assert not _is_plain_greedy(metadata(**plain | changes))

@@ -1,4 +1,4 @@
-"""vLLM's own counters and log for trees, and those of steps, without an engine."""
+"""vLLM's own counters and log for trees, and step counters, without an engine."""
 
 import pytest
 
@@ -19,7 +19,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_medusa.worker.metrics import StepReport
 
 NODES, DEPTH = TREE.num_draft_tokens, TREE.max_depth  # 6, 3
-STEPS = [(6, 3), (6, 0), (4, 1), (6, 1), (2, 2)]  # draft nodes of a request, accepted
+STEPS = [(6, 3), (6, 0), (4, 1), (6, 1), (2, 2)]  # draft nodes of a request, accepted ones
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def config(target, random_heads):
 
 
 def sent(stats):
-    """As they come from an engine core in another process."""
+    """As received from an engine core in another process."""
     outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats(spec_decoding_stats=stats))
     parts = MsgpackEncoder().encode(outputs)
     return MsgpackDecoder(EngineCoreOutputs).decode([bytes(part) for part in parts]).scheduler_stats
@@ -43,7 +43,7 @@ def record(logger):
 
 
 def counted(config):
-    """What /metrics and `LLM.get_metrics` say after `STEPS`."""
+    """The output of /metrics and `LLM.get_metrics` after `STEPS`."""
     record(PrometheusStatLogger(config, [0]))
     found = {m.name.removeprefix("vllm:spec_decode_num_"): m for m in get_metrics_snapshot()}
     per_pos = found["accepted_tokens_per_pos"].values
@@ -55,18 +55,18 @@ def test_positions_are_depths(config):
     assert counted(config) == ([5, 24, 7], [4, 2, 1])
 
 
-def test_vllm_itself_would_count_one_for_each_node(config, monkeypatch):
-    """What is undone; once this fails, the override can go."""
+def test_vllm_counts_one_position_per_node(config, monkeypatch):
+    """The behavior that is overridden; if this fails, the override can be removed."""
     monkeypatch.setattr(PrometheusStatLogger, "__init__", PrometheusStatLogger.__init__.__wrapped__)
     assert counted(config) == ([5, 24, 7], [4, 2, 1, 0, 0, 0])
 
 
-def test_other_engines_count_as_they_did(target, config):
+def test_other_engines_are_unaffected(target, config):
     PrometheusStatLogger(make_config(target, None), [0])
     assert not [m for m in get_metrics_snapshot() if "spec_decode" in m.name]
 
 
-def test_the_line_of_the_log_has_depths(config):
+def test_the_log_line_has_depths(config):
     logger, lines = LoggingStatLogger(config), []
     record(logger)
     logger.record(sent(SpecDecodingStats.new(NODES)), None)  # a step without drafts
@@ -76,20 +76,20 @@ def test_the_line_of_the_log_has_depths(config):
     assert "Trees verified: 5 of 4.8 draft nodes on average" in line
     assert line.endswith("by depth: 0.800, 0.400, 0.200")
     assert "Draft acceptance rate" not in line
-    logger.spec_decoding_logging.log(lambda text, *values: lines.append(text))  # nothing since
+    logger.spec_decoding_logging.log(lambda text, *values: lines.append(text))  # nothing new
     assert len(lines) == 1
 
 
 def dynamic(target, heads, budget):
     """The config of an engine with dynamic trees."""
-    asked = {"method": "medusa", "model": heads, "budget": budget}
+    given = {"method": "medusa", "model": heads, "budget": budget}
     return EngineArgs(
-        str(target), dtype="float32", skip_tokenizer_init=True, speculative_config=asked
+        str(target), dtype="float32", skip_tokenizer_init=True, speculative_config=given
     ).create_engine_config()
 
 
 def reported():
-    """What the registry has of the steps of dynamic trees."""
+    """The registry's metrics for steps of dynamic trees."""
     return {
         m.name.removeprefix("vllm:medusa_") + m.labels.get("kind", ""): m.value
         for m in get_metrics_snapshot()
@@ -113,12 +113,12 @@ def test_steps_of_dynamic_trees(target, random_heads, config, budget):
         "stepstree": 1, "stepsprefill": 1, "stepsheads": 1, "stepsplain": 2, "step_requests": 13,
         "nodes": 40, "budget_nodes": 3,
     }  # fmt: skip
-    if budget != 7:  # whose times nobody asks for
+    if budget != 7:  # whose times are not measured
         expected |= {"timed_steps": 1, "measured_ms": 12, "expected_ms": 10, "expected_ratio": 1.25}
     assert reported() == expected
 
 
-def test_what_is_no_report_is_left_alone(target, random_heads, config):
+def test_static_trees_send_no_report(target, random_heads, config):
     """Engines with a static tree send vLLM's own list, which has its own meaning."""
     assert StepReport.of(SpecDecodingStats.new(20)) is None
     assert StepReport.of(SpecDecodingStats(20)) is None
@@ -130,8 +130,8 @@ def test_what_is_no_report_is_left_alone(target, random_heads, config):
     assert reported() == {}
 
 
-def test_engines_in_one_process_have_metrics_of_their_own(target, random_heads):
-    """vLLM's registry has those of the engine that started last, whichever is asked."""
+def test_engines_in_one_process_have_separate_metrics(target, random_heads):
+    """vLLM's registry only has those of the engine that started last."""
     engines = []
     for heads in (random_heads, random_heads, None):
         config = make_config(target, None) if heads is None else dynamic(target, heads, 7)

@@ -1,4 +1,4 @@
-"""Heads of another target: said once, where the options are resolved."""
+"""Heads of another target: one warning, where the options are resolved."""
 
 import logging
 import time
@@ -40,7 +40,7 @@ def said():
     shown = logging.getLogger("vllm")
     level = shown.level
     shown.addHandler(handler)
-    shown.setLevel(logging.INFO)  # the tests run with less
+    shown.setLevel(logging.INFO)  # the tests use a higher level
 
     def resolved(heads, target):
         records.clear()
@@ -56,28 +56,26 @@ def said():
     shown.removeHandler(handler)
 
 
-def test_nothing_is_said_of_heads_without_a_fingerprint_or_of_their_own_target(heads, target, said):
+def test_no_message_without_a_fingerprint_or_for_the_same_target(heads, target, said):
     assert said(heads, target) == []
     update_config(heads, target=target_fingerprint(target))
     assert said(heads, target) == []
 
 
-def test_another_target_is_warned_of_and_one_that_can_not_be_compared_mentioned(
-    heads, target, said
-):
+def test_a_warning_for_another_target_and_info_if_not_comparable(heads, target, said):
     update_config(heads, target=target_fingerprint(target))
     write(target / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": torch.zeros(4, 8)})
     ((level, message),) = said(heads, target)
     assert level == "WARNING"
     assert all(x in message for x in ("were made for another target", heads, str(target)))
-    quantised = TARGET | {"quantization_config": {"quant_method": "awq"}}
+    quantized = TARGET | {"quantization_config": {"quant_method": "awq"}}
     packed = {"model.layers.0.mlp.up_proj.qweight": torch.ones(4, 8).int()}
-    write(target / "model.safetensors", packed, quantised)
+    write(target / "model.safetensors", packed, quantized)
     ((level, message),) = said(heads, target)
     assert (level, "quantized by awq" in message) == ("INFO", True)
 
 
-def test_start_up_waits_for_a_comparison_no_longer_than_stated(heads, target, said, monkeypatch):
+def test_start_up_limits_the_time_of_a_comparison(heads, target, said, monkeypatch):
     """Weights on a slow disk: reading stops, and the engine starts."""
     update_config(heads, target=target_fingerprint(target))
     names = [f"model.layers.{layer}.weight" for layer in range(50)]
@@ -94,5 +92,5 @@ def test_start_up_waits_for_a_comparison_no_longer_than_stated(heads, target, sa
     monkeypatch.setattr(fingerprint, "_runs", slow)
     monkeypatch.setattr(options, "_SECONDS_TO_COMPARE", 0.1)
     ((level, message),) = said(heads, target)
-    assert len(read) < 10  # of fifty
+    assert len(read) < 10  # of fifty reads
     assert (level, "took longer than 0.1 s" in message) == ("INFO", True)

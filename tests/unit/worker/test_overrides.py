@@ -24,7 +24,7 @@ def make_owner() -> type:
         """Stands for a class of vLLM."""
 
         def method(self, x: int) -> int:
-            """Say x."""
+            """Return x."""
             return x
 
         @staticmethod
@@ -38,7 +38,7 @@ def make_owner() -> type:
     return Owner
 
 
-def test_methods_stay_what_they_are():
+def test_methods_keep_their_kind():
     owner = make_owner()
     for name in ("method", "static", "of"):
         assert override(owner, name, twice)
@@ -50,7 +50,7 @@ def test_methods_stay_what_they_are():
     assert isinstance(inspect.getattr_static(owner, "of"), classmethod)
 
 
-def test_a_second_time_changes_nothing():
+def test_a_second_application_changes_nothing():
     owner = make_owner()
     for name in ("method", "static", "of"):
         override(owner, name, twice)
@@ -60,17 +60,17 @@ def test_a_second_time_changes_nothing():
     assert owner().method(3) == 6
 
 
-def test_a_subclass_gets_none_of_it_by_accident():
-    """Only the owner's own attribute is replaced; a class that has none is an error."""
+def test_subclasses_are_not_affected():
+    """Only the owner's own attribute is replaced; a class without one is an error."""
     with pytest.raises(KeyError):
         override(type("Child", (make_owner(),), {}), "method", twice)
 
 
 def patches(tree: ast.Module) -> set[str]:
-    """Attributes that the code replaces on objects that are not its own.
+    """Attributes that the code replaces on objects of other modules.
 
-    Those are attributes of what it imports from vLLM, attributes that are set to a function or
-    deleted, and names given to `override`.
+    These are attributes of imports from vLLM, attributes that are set to a function or
+    deleted, and names passed to `override`.
     """
     found: set[str] = set()
     ours = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -99,7 +99,7 @@ def patches(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_every_patch_is_on_the_list():
+def test_every_patch_is_listed():
     listed = {entry.target.rpartition(".")[2] for entry in OVERRIDES}
     found = {
         name: file.name

@@ -23,7 +23,7 @@ def platform(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 class TestPlatforms:
     @pytest.mark.parametrize(("name", "on_v2"), [("cpu", False), ("cpu", True), ("cuda", True)])
-    def test_taken(self, monkeypatch, name, on_v2):
+    def test_accepted(self, monkeypatch, name, on_v2):
         platform(monkeypatch, name)
         compat.refuse_unsupported_platform(on_v2)
         assert compat.on_cuda() == (name == "cuda")
@@ -48,9 +48,9 @@ class TestPlatforms:
 
 class TestChoice:
     def chosen(self, **arguments: Any) -> Any:
-        args = EngineArgs(".", **arguments)  # a folder: no name is looked up
+        args = EngineArgs(".", **arguments)  # a folder, so that no name is looked up
         choose_triton_attention(args)
-        choose_triton_attention(args)  # arguments are used for more than one engine
+        choose_triton_attention(args)  # arguments may be used for several engines
         return args.attention_backend or args.attention_config.backend
 
     def test_triton(self):

@@ -1,4 +1,4 @@
-"""The scheduler with a worker that only pretends: what it schedules, and what it learns."""
+"""The scheduler with a simulated worker: what it schedules, and what it learns."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Make = Callable[..., TreeScheduler]
 
 @pytest.fixture
 def make(target: Any, random_heads: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """A scheduler with some options of the speculative config."""
+    """A scheduler with given options of the speculative config."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     envs.disable_envs_cache()
 
-    def made(ahead: bool = False, limits: Any = (), **asked: Any) -> TreeScheduler:
-        speculative = {"method": "medusa", "model": random_heads, **asked}
+    def made(ahead: bool = False, limits: Any = (), **chosen: Any) -> TreeScheduler:
+        speculative = {"method": "medusa", "model": random_heads, **chosen}
         more = {"skip_tokenizer_init": True, **dict(limits)}
         return new_scheduler(str(target), speculative, ahead=ahead, **more)
 
@@ -45,7 +45,7 @@ class Worker:
     def __init__(self, scheduler: TreeScheduler, accepts: int = 2) -> None:
         self.scheduler, self.accepts = scheduler, accepts
         self.drafted: dict[str, int] = {}
-        self.nodes: list[dict[str, int]] = []  # verified, of each step
+        self.nodes: list[dict[str, int]] = []  # verified nodes of each step
         self.limits: list[int] = []
 
     def output(self, plan: Any) -> ModelRunnerOutput:
@@ -61,7 +61,7 @@ class Worker:
         self.nodes.append({name: len(tokens) for name, tokens in verified.items()})
         self.limits.append(plan.num_spec_tokens_to_schedule)
         output: Any = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
-        if self.scheduler.ahead and self.drafted:  # what this step verified was worth
+        if self.scheduler.ahead and self.drafted:  # survivals of the verified drafts
             worth = np.full((len(self.drafted), len(SURVIVAL)), -np.inf, np.float32)
             for row, count in zip(worth, self.drafted.values(), strict=True):
                 row[:count] = np.log(SURVIVAL[:count])
@@ -89,7 +89,7 @@ def run(scheduler: TreeScheduler, requests: int, steps: int, accepts: int = 2) -
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_fixed_budget_gives_every_request_as_many(make: Make, ahead: bool) -> None:
+def test_a_fixed_budget_is_equal_for_all_requests(make: Make, ahead: bool) -> None:
     scheduler = make(ahead, budget=4)
     assert isinstance(scheduler.policy, Fixed)
     worker = run(scheduler, 3, 6)
@@ -100,14 +100,14 @@ def test_a_fixed_budget_gives_every_request_as_many(make: Make, ahead: bool) -> 
         assert scheduler.requests["r0"].num_output_tokens == 1 + 5 * 3
 
 
-def test_a_static_tree_is_vllms_own_to_cut(make: Make) -> None:
+def test_static_trees_are_truncated_by_vllm(make: Make) -> None:
     scheduler = make(tree={"chain": 3})
     assert scheduler.policy is None and scheduler.dynamic_sd_lookup is None
     assert run(scheduler, 2, 4).nodes[-1] == {"r0": 3, "r1": 3}
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_an_automatic_budget_learns_from_what_it_sees(make: Make, ahead: bool) -> None:
+def test_an_automatic_budget_learns_from_steps(make: Make, ahead: bool) -> None:
     scheduler = make(ahead, budget="auto")
     policy = scheduler.policy
     assert isinstance(policy, Auto) and policy.even == ahead
@@ -121,18 +121,18 @@ def test_an_automatic_budget_learns_from_what_it_sees(make: Make, ahead: bool) -
     assert not policy.acceptance.copies
 
 
-@pytest.mark.parametrize("most", [5, 8])
-def test_max_rows_counts_the_requests_themselves(make: Make, most: int) -> None:
-    scheduler = make(budget={"max_rows": most})
+@pytest.mark.parametrize("maximum", [5, 8])
+def test_max_rows_counts_the_requests_themselves(make: Make, maximum: int) -> None:
+    scheduler = make(budget={"max_rows": maximum})
     policy: Any = scheduler.policy
     policy.limit = lambda *_: 6
-    policy.cost.ms = lambda rows, *_: 1.0 + 0 * np.asarray(rows)  # rows are free
+    policy.cost.ms = lambda rows, *_: 1.0 + 0 * np.asarray(rows)  # rows cost nothing
     worker = run(scheduler, 3, 8)
-    assert max(3 + sum(nodes.values()) for nodes in worker.nodes) == most
+    assert max(3 + sum(nodes.values()) for nodes in worker.nodes) == maximum
 
 
-def test_the_surest_drafts_are_kept_where_rows_are_few(make: Make) -> None:
-    """No running request waits for a row because others draft."""
+def test_the_likeliest_drafts_are_kept_if_rows_are_few(make: Make) -> None:
+    """No running request waits for a row because of drafts."""
     scheduler = make(budget=6, limits={"max_num_batched_tokens": 20, "max_num_seqs": 8})
     worker = run(scheduler, 8, 12)
     assert all(len(nodes) + sum(nodes.values()) <= 20 for nodes in worker.nodes)
@@ -140,7 +140,7 @@ def test_the_surest_drafts_are_kept_where_rows_are_few(make: Make) -> None:
     assert len({r.num_output_tokens > 1 for r in scheduler.running}) == 1
 
 
-def test_drafts_of_a_request_are_not_those_of_a_later_one_of_its_name(make: Make) -> None:
+def test_a_reused_request_id_does_not_get_old_drafts(make: Make) -> None:
     scheduler = make(budget=4)
     worker = run(scheduler, 1, 3)
     assert scheduler.pending["r0"].token_ids == [7] * 4
@@ -150,12 +150,10 @@ def test_drafts_of_a_request_are_not_those_of_a_later_one_of_its_name(make: Make
     worker.drafted = {}
     worker.step()
     assert worker.nodes[-1] == {}
-    assert scheduler._draft_of("r0") is not None  # its own by now
+    assert scheduler._draft_of("r0") is not None  # its own draft
 
 
-def test_every_step_is_reported_with_its_own_numbers(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_step_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, sent = make(budget=4), []
     monkeypatch.setattr(StepReport, "put_into", lambda self, stats: sent.append(self))
     run(scheduler, 2, 5)

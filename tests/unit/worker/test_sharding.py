@@ -1,4 +1,4 @@
-"""Who scores what; that ranks then draft alike is shown by real ranks (tests/distributed)."""
+"""Vocabulary shards per rank; real ranks are compared in tests/distributed."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ class Group:
     world_size: int
 
     def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        assert part.dtype == torch.float32, "shared memory takes floats"
+        assert part.dtype == torch.float32, "shared memory only takes floats"
         return torch.cat([part] * self.world_size, dim)
 
 
@@ -25,7 +25,7 @@ def as_rank(patch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "num_ids"), [(2, 512), (3, 512), (4, 1001), (8, 513), (2, 129)])
-def test_rows_are_dealt_out_once(monkeypatch, ranks, num_ids):
+def test_every_row_belongs_to_one_rank(monkeypatch, ranks, num_ids):
     ids = []
     for rank in range(ranks):
         as_rank(monkeypatch, rank, ranks)
@@ -41,7 +41,7 @@ def test_one_rank_or_few_rows_are_not_split(monkeypatch, ranks, num_ids):
     assert sharding.shard_of_rows(num_ids) is None
 
 
-def test_the_target_says_how_wide_its_shards_are(monkeypatch):
+def test_the_target_states_the_width_of_its_shards(monkeypatch):
     row = torch.zeros(1, 8)
     target = SimpleNamespace(compute_logits_local=lambda rows: rows.new_zeros(len(rows), 64))
     as_rank(monkeypatch, 1, 2)
@@ -51,7 +51,7 @@ def test_the_target_says_how_wide_its_shards_are(monkeypatch):
     assert sharding.shard_of_target(target, row, 100) is None
 
 
-def test_candidates_travel_bit_by_bit(monkeypatch):
+def test_candidates_are_sent_without_rounding(monkeypatch):
     as_rank(monkeypatch, 0, 2)
     keys = torch.randint(NO_CANDIDATE, -NO_CANDIDATE - 1, (3, 4, 5))
     keys[0, 0] = NO_CANDIDATE

@@ -1,4 +1,4 @@
-"""What vLLM keeps of thinking budgets, by a request's place in the batch."""
+"""vLLM's state of thinking budgets, by a request's slot in the batch."""
 
 import inspect
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ ONE_WAY, SWAP = MoveDirectionality.UNIDIRECTIONAL, MoveDirectionality.SWAP
 
 
 def budgets_after(moved):
-    """Requests 1 and 3 of four have one; then 0 and 1 end, and others move to their places."""
+    """Requests 1 and 3 of four have a budget; then 0 and 1 end, and others move to their slots."""
     tokens = SimpleNamespace(reasoning_start_token_ids=[5], reasoning_end_token_ids=[6])
     holder = ThinkingBudgetStateHolder(tokens, 4, 7, torch.device("cpu"), False)
     added = [
@@ -27,14 +27,14 @@ def budgets_after(moved):
     return {place: state["thinking_token_budget"] for place, state in holder._state.items()}
 
 
-def test_a_move_leaves_nothing_of_who_was_there():
+def test_a_move_clears_the_state_of_the_slot():
     install_moves()
     assert budgets_after([(3, 0, ONE_WAY), (2, 1, ONE_WAY)]) == {0: 3}
     assert budgets_after([(3, 0, ONE_WAY), (2, 1, ONE_WAY), (0, 1, SWAP)]) == {1: 3}
 
 
-def test_vllm_leaves_it(monkeypatch: pytest.MonkeyPatch):
-    """Else the override can go."""
+def test_vllm_keeps_it(monkeypatch: pytest.MonkeyPatch):
+    """Otherwise the override can be removed."""
     install_moves()
     stock = inspect.unwrap(ThinkingBudgetStateHolder.sync_batch)
     monkeypatch.setattr(ThinkingBudgetStateHolder, "sync_batch", stock)

@@ -52,7 +52,7 @@ def same(one, other):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
-def test_each_slot_has_its_own_until_it_is_renewed():
+def test_each_slot_keeps_its_topology_until_replaced():
     trees = make_trees()
     place, first, later = trees.parents.data_ptr(), parents(1, 2, 3), parents(4)
     trees.keep(torch.tensor([4, 0, 2]), first)
@@ -69,7 +69,7 @@ def test_each_slot_has_its_own_until_it_is_renewed():
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_a_step_takes_the_schedulers_trees_where_it_chose(on_host):
+def test_a_step_uses_the_schedulers_trees_if_given(on_host):
     trees, kept = make_trees(on_host=on_host), parents(1, 2)
     trees.keep(torch.tensor([1, 2]), kept)
     trees.chosen_parents = {"b": [0, 1, 2, 3]}
@@ -101,7 +101,7 @@ def test_drafts_for_the_scheduler():
 
 
 def test_useful_depth_of_requests():
-    """Tokens left of max_tokens or of the model's length, less the one that needs no node."""
+    """Tokens left of max_tokens or of the model's length, minus the one that needs no node."""
     options = RequestOptions(SLOTS, AcceptanceConfig(), 100, torch.device("cpu"))
     options.add(0, SamplingParams(max_tokens=10), 20)
     options.add(1, SamplingParams(max_tokens=500), 20)

@@ -208,8 +208,8 @@ class MedusaModelRunner(CPUModelRunner):
             drafts = trees.add_copies(
                 drafts, slots, texts, rows, num_tokens, num_new, depth.numpy(), *may_copy
             )
-            most = torch.where(torch.from_numpy(structured), MAX_NODES, trees.num_nodes - 1)
-            drafts = drafts.limited(most)
+            maximum = torch.where(torch.from_numpy(structured), MAX_NODES, trees.num_nodes - 1)
+            drafts = drafts.limited(maximum)
         where = torch.from_numpy(slots)
         trees.keep(where, drafts.parents)
         self._drafts = tree_drafts(drafts, batch.req_ids, structured.tolist())
@@ -224,12 +224,12 @@ class MedusaModelRunner(CPUModelRunner):
         """
         if self._options.heads is None or limit < 1 or not bool(depth.any()):
             return DraftTrees.roots(len(root), 1, root.device)
-        most = CANDIDATES * limit if structured.any() else limit
+        maximum = CANDIDATES * limit if structured.any() else limit
         # With a grammar, tokens are likelier than estimated; a fixed budget uses all its nodes.
         rest = not structured.any() and not isinstance(self._options.budget, int)
-        width, min_survival = min(most + 1, MAX_NODES), MIN_SURVIVAL if rest else None
-        drafts = self.drafter.draft(states, root, width, depth, most, min_survival)
-        limits = torch.where(torch.from_numpy(structured), most, limit)
+        width, min_survival = min(maximum + 1, MAX_NODES), MIN_SURVIVAL if rest else None
+        drafts = self.drafter.draft(states, root, width, depth, maximum, min_survival)
+        limits = torch.where(torch.from_numpy(structured), maximum, limit)
         return drafts.limited(limits.masked_fill(depth == 0, 0))
 
     def _draft_states(

@@ -1,5 +1,5 @@
 """A Triton backend that compiles nothing; it has the attributes that vLLM reads on CPUs.
 
-Triton finds it as an installed package's (the `dist-info` beside this folder), in every process
-that has the folder above in its path: `support.triton_on_cpu` sees to that.
+Triton finds it like an installed package (by the `dist-info` next to this folder), in every process
+with the parent folder on its path: `support.triton_on_cpu` adds it.
 """

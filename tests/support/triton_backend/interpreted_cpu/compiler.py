@@ -6,7 +6,7 @@ from triton.backends.compiler import BaseBackend, GPUTarget
 
 
 class InterpretedBackend(BaseBackend):
-    """Has a name for caches of compiled code to go by, and nothing to compile with."""
+    """Provides a name for caches of compiled code, but no compiler."""
 
     @staticmethod
     def supports_target(target: GPUTarget) -> bool:

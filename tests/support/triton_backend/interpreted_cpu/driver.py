@@ -7,7 +7,7 @@ from triton.backends.driver import DriverBase
 
 
 class InterpretedDriver(DriverBase):
-    """The one driver of a machine without a GPU."""
+    """The only driver of a machine without a GPU."""
 
     @classmethod
     def is_active(cls) -> bool:

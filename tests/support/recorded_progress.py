@@ -5,7 +5,7 @@ from typing import Any
 from vllm_medusa.job import Progress
 
 
-class Told(Progress):
+class RecordingProgress(Progress):
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.warnings: list[str] = []
