@@ -224,7 +224,7 @@ def test_models(only_config: Callable[..., str], random_heads: str, name: str) -
     assert word in message and model in message
 
 
-def test_a_layer_with_its_own_backend_is_refused(
+def test_a_layer_with_its_own_backend_starts_no_engine(
     chaotic_llama: str, random_heads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some models set a layer's attention themselves; only the loaded model shows it."""

@@ -334,7 +334,7 @@ def test_a_client_that_never_reads(server: Server, offline: dict[str, list[Answe
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"budget": "x"}, "budget is 'x'; give \"auto\""),
+        ({"budget": "x"}, "budget is 'x'; use \"auto\""),
         ({"tree": "x"}, "no preset or file 'x'"),
         ({"method": "ngram"}, "--speculative-config['method'] is 'ngram'"),
     ],

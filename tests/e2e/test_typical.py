@@ -297,7 +297,7 @@ def test_penalties_count_the_path(
 
 
 def test_processed_logprobs(plain: object, prompts: Prompts) -> None:
-    """They are of the sampled distribution, with temperature and top-k applied."""
+    """They describe the sampled distribution, with temperature and top-k applied."""
     changes = {"logprobs_mode": "processed_logprobs"}
     config = medusa(HEADS, TREE.to_lists(), acceptance="typical")
     with engine(TARGET, config, **changes) as llm:

@@ -34,7 +34,7 @@ class TestAcceptance:
         ("value", "words"),
         [
             ("typicl", r"mode is 'typicl'; use \"lossless\" or \"typical\""),
-            (3, "Medusa acceptance is 3; give"),
+            (3, "Medusa acceptance is 3; use"),
             (["typical"], "Medusa acceptance is"),
             ({"mode": "typical", "epsilon": 0}, "epsilon is 0; use a number above 0 and at most"),
             ({"mode": "typical", "epsilon": 1.01}, "epsilon is 1.01"),
@@ -42,7 +42,7 @@ class TestAcceptance:
             ({"mode": "typical", "epsilon": "0.1"}, "epsilon is '0.1'"),
             ({"mode": "typical", "epsilon": True}, "epsilon is True"),
             ({"mode": "typical", "delta": -0.1}, "delta is -0.1; use a number"),
-            ({"mode": "typical", "greedy_root": 1}, "greedy_root is 1; give true or false"),
+            ({"mode": "typical", "greedy_root": 1}, "greedy_root is 1; use true or false"),
             ({"mode": "typical", "epsilon": 2, "delta": 2}, "epsilon is 2.*delta is 2"),
             ({"mode": "typical", "epsilom": 1}, r"'epsilom' is unknown .did you mean 'epsilon'"),
             ({1: 2}, "'1' is unknown; allowed: mode, epsilon"),
@@ -197,14 +197,14 @@ class TestMedusaConfig:
             ({"model": 3}, "model is 3"),
             ({"revision": 3}, "revision is 3; use a branch"),
             ({"tree": 3}, "tree is 3; use a preset name"),
-            ({"tree": {1, 2}}, r"tree is \{1, 2\}; give .* plain JSON"),
+            ({"tree": {1, 2}}, r"tree is \{1, 2\}; use .* plain JSON"),
             ({"tree": [object()]}, "plain JSON"),
             ({"tree": "dynamic"}, "tree is 'dynamic', a value for EAGLE drafters.* omit it"),
             ({"tree": {"width": 4, "depth": 3}}, "'width': 4.* a value for EAGLE drafters"),
             *[
                 (
                     {"budget": wrong},
-                    r"^The \S+ option budget is [^;]*; give [^.]*\.$",
+                    r"^The \S+ option budget is [^;]*; use [^.]*\.$",
                 )
                 for wrong in (
                     0,

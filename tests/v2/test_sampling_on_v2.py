@@ -23,7 +23,7 @@ SUITE = [  # the tests of a file share an engine, so files are not split
     "tests/e2e/test_requests.py::test_a_bad_request_fails_alone",
     "tests/e2e/test_requests.py::test_valid_options_are_accepted",
     "tests/e2e/test_requests.py::test_short_and_long_requests_together",
-    "tests/e2e/test_refusals.py::test_a_layer_with_its_own_backend_is_refused",
+    "tests/e2e/test_refusals.py::test_a_layer_with_its_own_backend_starts_no_engine",
 ]
 
 outcomes, test_on_v2 = once_more(SUITE)

@@ -54,7 +54,7 @@ def adapt(
     ``training`` holds further options of train; its files are set by adapt.
 
     Raises:
-        ValueError, OSError: an input has to be changed; nothing was started.
+        ValueError, OSError: an input is invalid; nothing was started.
         StageFailed: a stage failed.
 
     """

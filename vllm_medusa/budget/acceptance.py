@@ -126,13 +126,13 @@ class Acceptance:
             self._correct(survival, nodes.kind[inside], accepted, kinds)
 
     def no_copies(self, requests: int) -> None:
-        """Record that for so many requests nothing could be copied."""
+        """Record that nothing could be copied for that many requests."""
         steps = np.zeros(1 + _COPIED)
         steps[_COPIED] = requests
         self._count_nodes(np.zeros(0), np.zeros(0, np.int64), steps)
 
     def forget(self, requests: int) -> None:
-        """Decay estimates by so many steps of requests without drafts."""
+        """Decay estimates by that many steps of requests without drafts."""
         weight = np.where(self._steps > _KEPT, math.exp(-requests / (8 * _WINDOW)), 1.0)
         self._scale(weight)
 

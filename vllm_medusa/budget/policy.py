@@ -204,7 +204,7 @@ class Auto:
         return top + 1 if worth[top] > none else 0
 
     def share_of(self, limits: Any) -> Any:
-        """Share of the heads that runs to draft so many nodes per request."""
+        """Share of the heads that must run to draft that many nodes per request."""
         return np.minimum(limits, self.num_heads) / max(self.num_heads, 1)
 
     def observe(

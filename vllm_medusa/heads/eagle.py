@@ -168,7 +168,7 @@ def named_layers(config: Mapping[str, Any]) -> list[int] | None:
 
 
 def default_layers(num_layers: int) -> list[int]:
-    """VLLM's default layers for a target with so many layers."""
+    """The default of vLLM for a target with that many layers."""
     return [2, num_layers // 2, num_layers - 3]
 
 

@@ -117,7 +117,7 @@ def _prometheus(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _registered_by_vllm() -> CollectorRegistry:
-    """VLLM's metrics in the process's registry: those of the engine started last."""
+    """Metrics of vLLM in the process's registry: those of the engine started last."""
     found = CollectorRegistry()
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "").startswith("vllm:"):

@@ -166,7 +166,7 @@ def _agreed(wish: bool) -> bool:
 def _run(
     worker: Any, scheduler: _Practice, requests: int, nodes: tuple[int, ...], end: float
 ) -> bool:
-    """Run one step per entry of ``nodes``; returns False if the time is over."""
+    """Run one step per entry of ``nodes``; returns False when time is up."""
     script = scheduler.policy
     names = [f"medusa-practice-{index}" for index in range(requests)]
     maximum = scheduler.max_model_len - len(_PROMPT)

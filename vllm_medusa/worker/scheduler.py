@@ -244,7 +244,7 @@ class TreeScheduler(Scheduler):
         return min(self.max_num_scheduled_tokens, maximum)
 
     def _limit(self, requests: int) -> int:
-        """Max nodes to draft for each of so many requests."""
+        """Max nodes to draft per request, for that many requests."""
         assert self.policy is not None
         room = self.max_num_scheduled_tokens - requests
         if self.options.max_rows is not None:

@@ -55,7 +55,7 @@ def test_invalid_lines_are_reported_with_their_numbers(refused, tmp_path, more, 
 
 def test_too_few_prompts(refused, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 20)
-    assert "1 different prompt; at least 2" in refused()
+    assert "1 distinct prompt; at least 2" in refused()
 
 
 @pytest.fixture
@@ -74,10 +74,10 @@ def test_a_foreign_output_is_left_unchanged(refused, output):
     assert "move them away" in said
     assert (output / "notes.txt").read_text() == "mine"
     (output / "report.json").unlink()
-    assert "name" in refused("--overwrite").lower()
+    assert "choose" in refused("--overwrite").lower()
     file = output.rename(output.with_name("aside")) / "notes.txt"
     file.rename(output)
-    assert "name" in refused("--overwrite").lower()
+    assert "choose" in refused("--overwrite").lower()
     assert output.read_text() == "mine"
 
 

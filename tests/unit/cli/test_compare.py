@@ -159,5 +159,5 @@ def test_heads_of_another_width_are_refused_before_an_engine_starts(arguments, t
     Engine.started.clear()
     (tmp_path / "config.json").write_text('{"hidden_size": 12}')
     assert run(arguments[0], str(tmp_path), *arguments[2:]) == 2
-    assert f"hidden size 8, {tmp_path} has 12" in capsys.readouterr().err
+    assert f"hidden size 8, but {tmp_path} has 12" in capsys.readouterr().err
     assert not Engine.started

@@ -151,7 +151,7 @@ HEADS = ["--speculative-model", "heads"]
             [*HEADS, "--engine-args", '{"speculative_config": {"budget": 7}}'],
             "Use --speculative-model",
         ),
-        (["--lookup", "--budget", "never"], "budget is 'never'; give \"auto\""),
+        (["--lookup", "--budget", "never"], "budget is 'never'; use \"auto\""),
         ([*HEADS, "--budget", "7", "--tree", "mc_sim_7b_63"], 'a static "tree" is set too'),
     ],
 )

@@ -284,7 +284,7 @@ def test_heads_that_cannot_be_saved(tmp_path):
         save_heads(tmp_path, heads)
     assert list(Path(tmp_path).iterdir()) == []
     write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))  # preferred by readers
-    with pytest.raises(HeadsError, match=r"already holds medusa_lm_head\.pt"):
+    with pytest.raises(HeadsError, match=r"already has medusa_lm_head\.pt"):
         save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
 
 

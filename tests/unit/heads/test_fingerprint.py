@@ -147,7 +147,7 @@ def test_a_hub_name_is_looked_up_in_the_cache_only(plain, tmp_path, monkeypatch)
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    with pytest.raises(HeadsError, match="not downloaded"):
+    with pytest.raises(HeadsError, match="download it first"):
         digest("some/model")
     repository = tmp_path / "hub" / "models--some--model"
     saved(repository / "snapshots" / "abc", weights())

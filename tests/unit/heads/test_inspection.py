@@ -106,7 +106,7 @@ def test_vocabularies(options, config, verdict, words, tmp_path, target):
     [
         ([[0], [0, 0], [0, 0, 0]], "fits", "depth 3 of 3 heads"),
         ({"chain": 4}, "does not fit", "depth 4, but there are 3 heads"),
-        ([[20]], "does not fit", "rank 20 of 20 tokens"),
+        ([[20]], "does not fit", "rank 20, for 20 tokens"),
         ([[0, 0]], "does not fit", "is not valid"),
         ("no such preset", "does not fit", "is not valid"),
     ],

@@ -51,7 +51,7 @@ def test_written_results_are_found_again(tmp_path):
     with ResultLog(path, SETTINGS) as log:
         assert log.done == {4, 1}
         assert log.torn_bytes == 0
-        with pytest.raises(FileRefused, match="prompt 4 has a result"):
+        with pytest.raises(FileRefused, match="prompt 4 already has a result"):
             log.append({"index": 4})
     assert lines(path) == [{"index": 4, "text": "é\n\u2028"}, {"index": 1}]
 

@@ -175,7 +175,7 @@ def test_a_non_finite_line_is_named_and_nothing_is_lost(source, tmp_path):
     with torch.no_grad():
         job.target.model.get_input_embeddings().weight[POISON] = torch.nan
     at = next(i for i, step in enumerate(job.loop.plan) if 11 in step)
-    with pytest.raises(NotFiniteError, match=rf"step {at + 1} of .*by themselves: 110\. "):
+    with pytest.raises(NotFiniteError, match=rf"step {at + 1} of .*this problem: 110\. "):
         job.loop.train()
     assert job.loop.stage.load()["step"] == at
     assert job.loop.step == at and all(bool(t.isfinite().all()) for t in job.result().values())

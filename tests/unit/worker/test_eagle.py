@@ -115,19 +115,19 @@ def test_without_a_tree_vllms_path_is_used(target: str, drafter: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"tree": "chian"}, "tree is 'chian'; give"),
+        ({"tree": "chian"}, "tree is 'chian'; use"),
         ({"tree": {"width": 65}}, "width up to 64"),
-        ({"tree": {"breadth": 3}}, "tree is {'breadth': 3}; give"),
+        ({"tree": {"breadth": 3}}, "tree is {'breadth': 3}; use"),
         ({"tree": {"width": 3}, "budget": 0}, "budget is 0"),
         ({"num_speculative_tokens": 256}, "num_speculative_tokens is 256"),
         ({"tree": "chain", "lookup": True}, "lookup is True, which needs dynamic trees"),
-        ({"lookup": 1}, "lookup is 1; give true or false"),
+        ({"lookup": 1}, "lookup is 1; use true or false"),
         ({"method": "eagle"}, "or to another method"),
         ({"vllm": {"data_parallel_size": 2}}, "data_parallel_size is 2"),
         ({"vllm": {"enable_lora": True}}, "LoRA adapters"),
         ({"vllm": {"async_scheduling": True}}, "async scheduling"),
         ({"vllm": {"max_num_seqs": 64, "max_num_batched_tokens": 512}}, "has 640 rows; a step"),
-        ({"vllm": {"max_model_len": 50}}, "take 50 cache slots"),
+        ({"vllm": {"max_model_len": 50}}, "need 50 cache slots"),
     ],
 )
 def test_refused(config: Config, given: Any, words: str) -> None:
@@ -143,7 +143,7 @@ def test_refused(config: Config, given: Any, words: str) -> None:
         ({IDS: None}, r"has none; vLLM's default is the layers \[2, 2, 1\]"),
         ({IDS: [1, 2]}, r"layers \[1, 2\]; 3 distinct ones"),
         ({IDS: [1, 2, 5]}, "distinct ones from 0 to 4"),
-        ({IDS: [0, 1, 2, 3]}, "have to be 3"),
+        ({IDS: [0, 1, 2, 3]}, "3 distinct ones"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "only the target's last hidden state"),
         ({"sliding_window": 64}, "sliding window"),
         ({"sliding_window": 64, "layer_types": ["sliding_attention"]}, "sliding window"),
@@ -161,7 +161,7 @@ def test_other_drafters(other: Any, changes: dict[str, Any], words: str) -> None
     [
         ("d2t", None, 'no "d2t"'),
         ("fc.weight", None, "EAGLE drafter"),
-        ("fc.weight", torch.zeros(HIDDEN, HIDDEN), "made for another target"),
+        ("fc.weight", torch.zeros(HIDDEN, HIDDEN), "belongs to another target"),
         ("fc.bias", torch.zeros(HIDDEN), 'biases in "fc"'),
         ("mask_hidden", torch.zeros(3 * HIDDEN), "parallel drafting"),
     ],

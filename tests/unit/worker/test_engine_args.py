@@ -95,7 +95,7 @@ def test_the_flag_beside_other_options(parse, heads):
     [
         (["--spec-model", "other"], ["--spec-model", "other", "use one of them"]),
         (["--speculative-config", '{"model": "other"}'], ["['model']", "use one of them"]),
-        (["--spec-method", "ngram"], ["--spec-method is 'ngram'", "Drop --spec-method"]),
+        (["--spec-method", "ngram"], ["--spec-method is 'ngram'", "Omit --spec-method"]),
         (["--speculative-config", '{"method": "eagle"}'], ["'eagle'", "Omit"]),
     ],
 )
@@ -110,7 +110,7 @@ def test_conflicts_with_the_flag(parse, heads, arguments, words):
 def test_duplicate_options(parse, heads, flag):
     keys = {"method": "medusa", "model": heads, "num_speculative_tokens": 4}
     args = parse("--speculative-config", json.dumps(keys), *flag.replace("HEADS", heads).split())
-    with pytest.raises(ValueError, match=r"twice|mutually exclusive") as caught:
+    with pytest.raises(ValueError, match=r"same option|mutually exclusive") as caught:
         args.create_engine_config()
     assert flag.split()[0] in str(caught.value)
 

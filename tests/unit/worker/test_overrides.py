@@ -45,7 +45,7 @@ def test_methods_keep_their_kind():
     assert owner().method(3) == 6
     assert owner.static(3) == owner().static(3) == 6
     assert owner.of(3) == ("Owner", 3, "Owner", 3)
-    assert owner.method.__doc__ == "Say x."
+    assert owner.method.__doc__ == "Return x."
     assert isinstance(inspect.getattr_static(owner, "static"), staticmethod)
     assert isinstance(inspect.getattr_static(owner, "of"), classmethod)
 
