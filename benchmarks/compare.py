@@ -26,7 +26,7 @@ from benchmarks.report import table
 from demo import packed
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.observations import Observations
-from vllm_medusa.calibration.search import walked_tree
+from vllm_medusa.calibration.walks import walked_tree
 from vllm_medusa.heads import peek_heads
 from vllm_medusa.heads.eagle import drafter_method
 from vllm_medusa.job import Progress

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.engine
 
 
 def test_tau_is_maximal_on_a_memorized_text(tmp_path: Path) -> None:
-    target = Target.load(save_model(tmp_path / "target", "Llama", tie_word_embeddings=True))
+    path = save_model(tmp_path / "target", "Llama", tie_word_embeddings=True)
+    target = Target.load(path)
     record, made = overfit(target, tmp_path / "run", draft_vocab=64)
     with torch.no_grad():
         for parameter in made.method.heads.parameters():
@@ -28,7 +29,7 @@ def test_tau_is_maximal_on_a_memorized_text(tmp_path: Path) -> None:
     chain = [[0] * depth for depth in range(1, K + 1)]
     config = medusa(str(tmp_path / "heads"), chain)
     assert "token_map" in load_file(tmp_path / "heads" / "model.safetensors")
-    with engine(str(target.path), config, max_model_len=128) as llm:
+    with engine(path, config, max_model_len=128) as llm:
         (found,) = complete(llm, [list(PROMPT)], greedy(count))
     assert list(found.token_ids) == list(record.token_ids[len(PROMPT) :][:count])
     assert list(found.accepted) == [K] * steps

@@ -12,7 +12,7 @@ from vllm_medusa.training.draft_vocab import count_tokens, frequent_tokens
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.loop import Loop
 from vllm_medusa.training.medusa1 import PIECE_ROWS, Medusa1, new_heads
-from vllm_medusa.training.method import Texts
+from vllm_medusa.training.method import Setup, Texts
 from vllm_medusa.training.options import HeadOptions, StepOptions
 from vllm_medusa.training.rows import cut_pieces, row_ranges
 from vllm_medusa.training.run import Stage, TrainingRun
@@ -65,8 +65,8 @@ def looped(
     size = min(PIECE_ROWS, settings.batch_tokens or PIECE_ROWS)
     train = texts(target, records, size, 1 << 30 if cached else 0)
     heads = heads or new_heads(target, HeadOptions(num_heads=K))
-    method = Medusa1(target, heads, train, texts(target, records, 32), settings, Workers("cpu"))
-    return Loop(method, Stage(run), **options)
+    setup = Setup(train, texts(target, records, 32), settings, Workers("cpu"))
+    return Loop(Medusa1(target, heads, setup), Stage(run), **options)
 
 
 def overfit(target: Target, folder: Path, draft_vocab: int | None = None) -> tuple[Record, Loop]:

@@ -257,9 +257,7 @@ def disk_bytes(
     merged = 2 * sizes.weights * (options.method == "medusa-2")
     texts = 2 * (amounts.prompt_tokens + amounts.written) * _RECORD_BYTES
     rows = amounts.written + (amounts.prompt_tokens if drafter else 0)
-    kept = options.cache.cache_dtype
-    kept = options.dtype if kept == "auto" else kept
-    width = 4 if kept in ("auto", "float32") else 2
+    width = 4 if options.dtype in ("auto", "float32") else 2
     states = rows * hidden * (4 if drafter else 1) * width
     return texts + heads + merged, min(states, int(options.cache.cache_gb * 1e9))
 

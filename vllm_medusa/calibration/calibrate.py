@@ -18,8 +18,7 @@ from vllm_medusa.calibration.collect import FOLDER, collect
 from vllm_medusa.calibration.confidence import Fit, calibration_error
 from vllm_medusa.calibration.observations import EAGLE, FILE, NO_LABEL, Observations
 from vllm_medusa.calibration.options import CalibrateOptions
-from vllm_medusa.calibration.search import walked_tree
-from vllm_medusa.calibration.walks import Walks
+from vllm_medusa.calibration.walks import Walks, walked_tree
 from vllm_medusa.files import Run
 from vllm_medusa.heads import (
     HydraHeads,
@@ -27,19 +26,16 @@ from vllm_medusa.heads import (
     load_heads,
     match_target,
     peek_heads,
-    target_fingerprint,
     update_config,
 )
 from vllm_medusa.heads.eagle import drafter_method
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.offline.prompts import settle_bad_lines
-from vllm_medusa.offline.records import Record, load_records
-from vllm_medusa.training.inputs import find_tokenizer
-from vllm_medusa.training.job import target_dtype
-from vllm_medusa.training.target import Target
-from vllm_medusa.training.workers import usable
+from vllm_medusa.offline.records import Record
+from vllm_medusa.training.inputs import identify, limits_of, read_usable
+from vllm_medusa.training.target import Target, stored_dtype, target_dtype
+from vllm_medusa.training.workers import Workers
 from vllm_medusa.tree import TokenTree
 
 WALKED_NODES = 63
@@ -70,9 +66,9 @@ def calibrate(
     info = peek_heads(options.heads)
     if warning := match_target(info, options.model, heads=options.heads).warning:
         progress.warn(warning)
-    records = _read(options, progress)
-    target, heads, dtype = _load(options)
-    _check_ids(records, target, options)
+    config, fingerprint, _ = identify(options.model)
+    records = _read(options, config, progress)
+    target, heads, dtype = _load(options, config)
     if options.top_k > heads.draft_vocab_size:
         raise CalibrationError(
             f"--top-k is {options.top_k}; the heads score {heads.draft_vocab_size} tokens. Use "
@@ -86,7 +82,7 @@ def calibrate(
             "heads."
         )
     source = {
-        "target": target_fingerprint(options.model),
+        "target": fingerprint,
         "heads": digest_heads(find_checkpoint(options.heads)),
         "data": origin["data"],
         "dtype": str(dtype).removeprefix("torch."),
@@ -130,18 +126,10 @@ def check_folder(heads: Path) -> None:
         )
 
 
-def _load(options: CalibrateOptions) -> tuple[Target, MedusaHeads, torch.dtype]:
+def _load(options: CalibrateOptions, config: Any) -> tuple[Target, MedusaHeads, torch.dtype]:
     """The target, its heads, and their dtype."""
-    machine = options.machine
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    device = usable(auto if machine.device == "auto" else machine.device)
-    own = None
-    if machine.dtype == "auto" and device.type != "cpu":
-        from transformers import AutoConfig
-
-        own = str(AutoConfig.from_pretrained(options.model).get_text_config().dtype)
-        own = own.removeprefix("torch.")
-    dtype = target_dtype(machine.dtype, own, device)
+    machine, device = options.machine, Workers(options.machine.device).device
+    dtype = target_dtype(machine.dtype, stored_dtype(config), device)
     target = Target.load(
         options.model, dtype=dtype, device=device, quantization=machine.quantization
     )
@@ -157,12 +145,10 @@ def _load(options: CalibrateOptions) -> tuple[Target, MedusaHeads, torch.dtype]:
     return target, heads, dtype
 
 
-def _read(options: CalibrateOptions, progress: Progress) -> list[Record]:
+def _read(options: CalibrateOptions, config: Any, progress: Progress) -> list[Record]:
     """The requested records; warns about unusual ones."""
     data = options.data
-    tokenizer = find_tokenizer(options.model)
-    records, bad = load_records(data, tokenizer, max_tokens=options.max_text_tokens)
-    settle_bad_lines(data, bad, options.on_bad_line, progress)
+    records = read_usable(data, limits_of(options.model, config), options.on_bad_line, progress)
     if options.temperature is not None:
         found = sorted({r.temperature for r in records if r.temperature is not None})
         records = [record for record in records if record.temperature == options.temperature]
@@ -189,24 +175,6 @@ def _read(options: CalibrateOptions, progress: Progress) -> list[Record]:
             "--temperature T selects one."
         )
     return records
-
-
-def _check_ids(records: Sequence[Record], target: Target, options: CalibrateOptions) -> None:
-    """Refuse records of another vocabulary, or longer than the target's context."""
-    config = target.model.config.get_text_config()
-    room = getattr(config, "max_position_embeddings", None)
-    for record in records:
-        where = f"{options.data}, line {record.line}"
-        if max(record.token_ids) >= target.vocab_size:
-            raise CalibrationError(
-                f"{where}: token {max(record.token_ids)} is outside the target's vocabulary of "
-                f"{target.vocab_size}; was it made with another target?"
-            )
-        if room is not None and len(record.token_ids) > room:
-            raise CalibrationError(
-                f"{where}: {len(record.token_ids)} tokens, but the target has {room} positions. "
-                f"Skip such texts: --max-text-tokens {room} --on-bad-line skip."
-            )
 
 
 def _trained_on(config: Mapping[str, Any]) -> set[str]:

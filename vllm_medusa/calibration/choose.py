@@ -20,8 +20,7 @@ from vllm_medusa.calibration.calibrate import check_folder
 from vllm_medusa.calibration.observations import FILE, Observations
 from vllm_medusa.calibration.options import TreeOptions
 from vllm_medusa.calibration.pictures import check_picture, draw_tree
-from vllm_medusa.calibration.search import walk_taus, walked_tree
-from vllm_medusa.calibration.walks import Walks
+from vllm_medusa.calibration.walks import Walks, walk_taus, walked_tree
 from vllm_medusa.files import new_file, refuse_to_replace
 from vllm_medusa.heads import update_config
 from vllm_medusa.heads.files import digest_heads, find_checkpoint

@@ -27,9 +27,6 @@ class CalibrateOptions(Options):
     temperature: AtLeastZero | None = option(
         "use only records sampled at this temperature", default=None
     )
-    max_text_tokens: Positive | None = option(
-        "max tokens per text; longer texts are bad lines", default=None, metavar="N"
-    )
     top_k: Drafted = option("choices per head to measure", default=10, metavar="R")
     machine: MachineOptions = group("machine", factory=MachineOptions)
 

@@ -10,6 +10,10 @@ with the ranks there, continues after it and ends when the last position is pass
 For text that the target sampled, this is exact, not a simulation: lossless sampling
 descends exactly as long as the target's sampled token is a child, and the text has the
 sampled tokens. (For greedy decoding, walk text decoded greedily.)
+
+`walked_tree` grows the tree that needs the fewest steps. Products of the heads' average accuracies
+mislead: they count positions where no step starts, and after an accepted token the next head is
+far less accurate than on average.
 """
 
 from __future__ import annotations
@@ -127,3 +131,47 @@ def _last(moving: npt.NDArray[np.bool_]) -> int:
     """Number of texts to keep: up to the last unfinished one."""
     going = np.flatnonzero(moving.any(0))
     return int(going[-1]) + 1 if len(going) else 0
+
+
+def walked_tree(
+    texts: Sequence[Ranks], num_draft_tokens: int, max_rank: int, max_depth: int | None = None
+) -> list[Path]:
+    """Grow a tree greedily by the node that shortens the walks of ``texts`` most.
+
+    It has ``num_draft_tokens`` nodes, or fewer if the heads offer fewer: choices 0 to
+    ``max_rank - 1`` of the first ``max_depth`` heads (None: all). Candidates are the next choice
+    below every node; ties go to the shallower, then the lower path.
+
+    Returns the paths, best first, parents first: every prefix is the tree of its size.
+    """
+    walks = Walks(texts)
+    deepest = walks.num_heads if max_depth is None else min(max_depth, walks.num_heads)
+    widths: dict[Path, int] = {(): 0}  # children of each node so far
+    while len(walks.paths) <= num_draft_tokens:
+        leaves = [
+            (*path, width)
+            for path, width in widths.items()
+            if len(path) < deepest and width < max_rank
+        ]
+        if not leaves:
+            break
+        candidates = zip(walks.tau_with(leaves), leaves, strict=True)
+        *_, leaf = min((-tau, len(leaf), leaf) for tau, leaf in candidates)
+        walks.add(leaf)
+        widths[leaf[:-1]] += 1
+        widths[leaf] = 0
+    return walks.paths[1:]
+
+
+def walk_taus(texts: Sequence[Ranks], paths: Sequence[Path], sizes: Sequence[int]) -> list[float]:
+    """Tokens per step with the first n draft nodes of ``paths``, parents first, for every size n.
+
+    ``sizes`` ascend; a size beyond the tree means the whole tree.
+    """
+    walks = Walks(texts)
+    taus = []
+    for size in sizes:
+        for path in paths[len(walks.paths) - 1 : size]:
+            walks.add(path)
+        taus.append(walks.tau())
+    return taus

@@ -38,8 +38,6 @@ def run(options: ConvertOptions, progress: ConsoleProgress) -> int:
             f"{done.file}: {info.num_heads} heads of {info.num_layers} layers as {options.to} "
             f"(from {info.format}), {size}"
         )
-    if options.base is not None:
-        print(f"{options.base}: the model they were trained with")
     for note in done.notes:
         print(f"note: {note}")
     for warning in done.warnings:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vllm_medusa.convert.heads import Output
@@ -78,12 +77,7 @@ def _read_tensors(files: CheckpointFiles) -> dict[str, Tensor]:
         )
     if any(name.startswith("layers.") and not name.startswith(_LAYER) for name in found):
         raise HeadsError(f"{files.label} has several layers, which no other layout supports")
-    tensors = {}
-    for name, tensor in files.tensors(names):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise HeadsError(f"{files.label}: {name!r} holds NaN or infinity. Retrain it")
-        tensors[names[name]] = tensor
-    return tensors
+    return {names[name]: tensor for name, tensor in files.finite_tensors(names)}
 
 
 def _read_config(files: CheckpointFiles, notes: list[str]) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def write_heads(to: str, info: HeadsInfo, target: CheckpointFiles | None) -> Out
         raise HeadsError(
             f"{label} has LM heads with biases, which {to} does not support. Use native"
         )
-    tensors, notes = _read(info), list[str]()
+    slots, notes = {name: slot for slot, name in info.names.items()}, list[str]()
+    tensors = {slots[name]: tensor for name, tensor in info.files.finite_tensors(slots)}
     if form.biases and info.num_layers and not info.bias:
         for slot in [slot for slot in tensors if slot.part == "layer"]:
             tensors[slot._replace(kind="bias")] = tensors[slot].new_zeros(info.hidden_size)
@@ -130,18 +131,6 @@ def write_heads(to: str, info: HeadsInfo, target: CheckpointFiles | None) -> Out
     config["medusa"] = info.medusa
     names = {name_of(slot, form.spelling, info.num_layers): t for slot, t in tensors.items()}
     return Output(form.file, names, config, notes)
-
-
-def _read(info: HeadsInfo) -> dict[Slot, Tensor]:
-    slots, tensors = {name: slot for slot, name in info.names.items()}, {}
-    for name, tensor in info.files.tensors(slots):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise HeadsError(
-                f"{info.files.label}: {name!r} holds NaN or infinity. The training that made it "
-                "diverged: retrain the heads"
-            )
-        tensors[slots[name]] = tensor
-    return tensors
 
 
 def _require_copies(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +25,11 @@ from vllm_medusa.heads.checkpoint import (
     require_fit,
 )
 from vllm_medusa.heads.eagle import drafter_method
-from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint, find_target
+from vllm_medusa.heads.files import find_checkpoint, find_target
 from vllm_medusa.heads.fingerprint import config_sizes, match_target, target_fingerprint
-from vllm_medusa.heads.formats import is_head_tensor
 from vllm_medusa.heads.model import HeadsError
 
 _WEIGHTS = (*{form.file for form in FORMATS.values()}, "pytorch_model.bin")
-_WEIGHT_FILES = (".bin", ".safetensors", ".pt", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
         FileRefused: an output that exists or can't be created. Nothing is written in either case.
 
     """
-    source, output, base = options.source, options.output, options.base
+    source, output = options.source, options.output
     files = find_checkpoint(source, options.revision)
     target = None if options.target is None else find_target(options.target)
     is_drafter = "fc.weight" in {name.rsplit("model.", 1)[-1] for name in files.files}
@@ -67,13 +63,9 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
         raise HeadsError(
             f"{source} can't be written as {options.to}: {what} can be {', '.join(formats)}"
         )
-    for path in (output, base):
-        if path is not None:
-            _check_output(path, options, overwrite=options.overwrite and path is output)
+    _check_output(options)
     warnings: list[str] = []
     info = None if is_drafter else describe(files)
-    if base is not None:
-        _check_base(info, options, base)
     if info is None:
         made = write_drafter(options.to, files, target)
         medusa = dict(made.config.get("medusa") or {})
@@ -97,12 +89,11 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
     if provenance is not None:
         medusa["provenance"] = [*provenance_of(medusa), dict(provenance)]
     text = config_text(made.config | {"medusa": medusa}, output / "config.json")
-    if base is not None:
-        warnings += _write_base(files, base)
-    elif info is not None and info.includes_base:
+    if info is not None and info.includes_base:
         warnings.append(
             "These heads were trained together with the model in the same checkpoint, which "
-            "differs from its original: serve them with that model. --base FOLDER writes "
+            "differs from its original: serve them with that model. "
+            f"AutoModelForCausalLM.from_pretrained({str(source)!r}).save_pretrained(FOLDER) writes "
             "it alone."
         )
     with new_folder(output, overwrite=options.overwrite) as part:
@@ -112,8 +103,9 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
     return Conversion(info, output / made.file, size, made.notes, warnings)
 
 
-def _check_output(path: Path, options: ConvertOptions, *, overwrite: bool) -> None:
+def _check_output(options: ConvertOptions) -> None:
     """Refuse an output that exists, has other contents than heads, or overlaps the source."""
+    path = options.output
     place = path.resolve()
     for name in filter(None, (options.source, options.target)):
         read = Path(name).expanduser()
@@ -124,7 +116,7 @@ def _check_output(path: Path, options: ConvertOptions, *, overwrite: bool) -> No
             )
     if not path.exists() and not path.is_symlink():
         return
-    if not overwrite:
+    if not options.overwrite:
         raise HeadsError(f"{path} exists: choose another output, or pass --overwrite to replace it")
     if not path.is_dir() or path.is_symlink():
         raise HeadsError(
@@ -144,64 +136,6 @@ def _check_output(path: Path, options: ConvertOptions, *, overwrite: bool) -> No
                 f"{file} has contents other than heads, and --overwrite replaces nothing "
                 "else: choose another output, or move it away"
             )
-
-
-def _check_base(info: HeadsInfo | None, options: ConvertOptions, base: Path) -> None:
-    first, second = options.output.resolve(), base.resolve()
-    if info is None or not info.includes_base:
-        raise HeadsError(f"{options.source} holds only heads: there is no base to write to {base}")
-    if not Path(options.source).expanduser().is_dir():
-        raise HeadsError(
-            f"{options.source} is not a folder: --base needs the whole checkpoint. Download it and "
-            "pass its folder"
-        )
-    if first.is_relative_to(second) or second.is_relative_to(first):
-        raise HeadsError(
-            f"{options.output} and {base} are the same folder, or one contains the other: use "
-            "separate folders"
-        )
-
-
-def _write_base(files: CheckpointFiles, output: Path) -> list[str]:
-    """Write the base of a full Medusa-2 model, one file per shard; returns warnings.
-
-    Tensors keep their names, values and dtypes; Medusa's keys are removed from config.json, and
-    other files (tokenizer, generation settings) are copied unchanged.
-    """
-    names = [name for name in files.files if not is_head_tensor(name)]
-    shards = sorted({files.files[name] for name in names})
-    for path in shards:
-        if not path.is_file():
-            raise HeadsError(f"{path} is missing, but holds a part of the base: download it")
-    config = {
-        key: value for key, value in files.config.items() if not key.lower().startswith("medusa")
-    }
-    with new_folder(output) as part:
-        weight_map: dict[str, str] = {}
-        total = 0
-        for number, path in enumerate(shards, 1):
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            file = file if len(shards) > 1 else "model.safetensors"
-            tensors = dict(files.tensors(n for n in names if files.files[n] == path))
-            _write(tensors, part / file)
-            total += sum(tensor.nbytes for tensor in tensors.values())
-            weight_map |= dict.fromkeys(tensors, file)
-        if len(shards) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            text = json.dumps(index, indent=2)
-            (part / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-        for entry in sorted(shards[0].parent.iterdir()):
-            left_out = entry.name == "config.json" or entry.name.endswith(_WEIGHT_FILES)
-            if entry.is_file() and not left_out:
-                shutil.copyfile(entry, part / entry.name)
-        (part / "config.json").write_text(config_text(config, output), encoding="utf-8")
-    named = config.get("architectures")
-    odd = [name for name in named or () if "medusa" in str(name).lower()]
-    return [
-        f"The base's config.json has the architecture {name}: change it to the plain model's "
-        "before loading it."
-        for name in odd
-    ]
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -28,10 +28,5 @@ class ConvertOptions(Options):
         "the heads' target, for its LM head, sizes and fingerprint",
         default=None,
     )
-    base: Path | None = option(
-        "also write the model of a full Medusa-2 checkpoint, without heads",
-        default=None,
-        metavar="FOLDER",
-    )
     revision: str | None = option("branch, tag or commit of a hub name", default=None)
     overwrite: bool = option("replace an output that only contains heads", default=False)

@@ -9,43 +9,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vllm_medusa.heads.hydra import HydraHeads, PackedHydra
-from vllm_medusa.heads.model import HeadsError, LMHead, MedusaHeads, ResBlock
-from vllm_medusa.heads.packed import Linear, MakeLinear, PackedHeads
+from vllm_medusa.heads.model import HeadsError, MedusaHeads
+from vllm_medusa.heads.packed import Linear, PackedHeads
 
 if TYPE_CHECKING:
     from vllm_medusa.heads.checkpoint import (
         HeadsInfo,
         load_heads,
         peek_heads,
-        save_drafter,
         save_heads,
         update_config,
     )
-    from vllm_medusa.heads.fingerprint import TargetMatch, match_target, target_fingerprint
+    from vllm_medusa.heads.fingerprint import match_target, target_fingerprint
 
 __all__ = [
     "HeadsError",
     "HeadsInfo",
     "HydraHeads",
-    "LMHead",
     "Linear",
-    "MakeLinear",
     "MedusaHeads",
     "PackedHeads",
     "PackedHydra",
-    "ResBlock",
-    "TargetMatch",
     "load_heads",
     "match_target",
     "peek_heads",
-    "save_drafter",
     "save_heads",
     "target_fingerprint",
     "update_config",
 ]
 
 _HOME = dict.fromkeys(__all__, "checkpoint")
-_HOME |= dict.fromkeys(("TargetMatch", "match_target", "target_fingerprint"), "fingerprint")
+_HOME |= dict.fromkeys(("match_target", "target_fingerprint"), "fingerprint")
 
 
 def __getattr__(name: str) -> Any:

@@ -332,7 +332,6 @@ def load_heads(
     *,
     hidden_size: int,
     vocab_size: int,
-    lm_head_weight: Tensor | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     revision: str | None = None,
@@ -340,9 +339,7 @@ def load_heads(
 ) -> tuple[MedusaHeads, HeadsInfo]:
     """Load Medusa or Hydra heads for a target of ``hidden_size`` and ``vocab_size``.
 
-    ``lm_head_weight`` [>= vocab_size, H], the target's, is used by heads that store none; without
-    it they need `MedusaHeads.compute_logits`'s ``lm_head``. ``dtype`` None keeps the checkpoint's;
-    ``max_heads`` loads only the first ones.
+    ``dtype`` None keeps the checkpoint's; ``max_heads`` loads only the first ones.
 
     Stored LM heads must have ``vocab_size`` rows, or one per entry of the token map. Additional
     rows are padding, and removed, only if ``config.json`` has exactly this ``vocab_size``.
@@ -355,8 +352,6 @@ def load_heads(
     info = peek_heads(source, revision=revision)
     require_fit(info, hidden_size, vocab_size)
     dtype = info.dtype if dtype is None else dtype
-    if dtype not in FLOATS:
-        raise HeadsError(f"dtype is {dtype}; use one of {', '.join(map(_word, FLOATS))}")
     count = info.num_heads if max_heads is None else min(info.num_heads, max_heads)
     token_map = info.read_token_map()
     heads = new_heads(
@@ -378,24 +373,18 @@ def load_heads(
         for slot, tensor in _tensors(heads).items()
         if slot != TOKEN_MAP
     }
-    for name, tensor in info.files.tensors(slots):
+    for name, tensor in info.files.finite_tensors(slots):
         slot = slots[name]
         if tensor.shape[0] != slot.shape[0]:  # an LM head with more rows than are scored
             tensor = tensor[:vocab_size] if token_map is None else tensor[token_map]
         converted = tensor.to(dtype)
         slot.copy_(converted)
-        if bool(torch.isfinite(converted).all()):
-            continue
-        what = f"{info.files.label}: {name!r} holds"
-        if not bool(torch.isfinite(tensor).all()):
-            raise HeadsError(f"{what} NaN or infinity: the training diverged. Retrain the heads")
-        raise HeadsError(
-            f"{what} values up to {float(tensor.abs().max()):.3g}, too large for {dtype}. "
-            "Load the heads as bfloat16 or float32"
-        )
-    if lm_head_weight is not None and heads.shared_lm_head:
-        rows = lm_head_weight[:vocab_size]
-        heads.store_lm_head(rows if token_map is None else rows[token_map])
+        if not bool(torch.isfinite(converted).all()):
+            raise HeadsError(
+                f"{info.files.label}: {name!r} holds values up to "
+                f"{float(tensor.abs().max()):.3g}, too large for {dtype}. Load the heads as "
+                "bfloat16 or float32"
+            )
     return heads, info
 
 
@@ -437,7 +426,7 @@ def save_heads(
         document = vllm_config(
             heads.num_heads,
             heads.num_layers,
-            bias=heads.has_bias,
+            bias=any(block.bias is not None for block in heads.blocks),
             single_lm_head=heads.num_lm_heads != heads.num_heads,
         )
     return _save(folder, tensors, document | sizes, config)

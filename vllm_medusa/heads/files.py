@@ -90,6 +90,16 @@ class CheckpointFiles:
         for name, part in self.slices(names):
             yield name, part if isinstance(part, Tensor) else part[...]
 
+    def finite_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """`tensors`, of which none holds NaN or infinity; else `HeadsError`."""
+        for name, tensor in self.tensors(names):
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise HeadsError(
+                    f"{self.label}: {name!r} holds NaN or infinity: the training diverged. Retrain "
+                    "the heads"
+                )
+            yield name, tensor
+
     def slices(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Lazily loaded tensors, each valid until the next one; in any order.
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_medusa.heads.model import HeadsError, LMHead, MedusaHeads, ResBlock
+from vllm_medusa.heads.model import LMHead, MedusaHeads, ResBlock
 from vllm_medusa.heads.packed import Linear, MakeLinear, Packed, target_logits
 
 
@@ -61,13 +61,6 @@ class HydraHeads(MedusaHeads):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if num_layers < 1:
-            raise HeadsError(f"num_layers is {num_layers}; Hydra heads have at least 1")
-        if num_lm_heads not in (None, 0, num_heads):
-            raise HeadsError(
-                f"num_lm_heads is {num_lm_heads}; Hydra heads have {num_heads} (one each) or 0 "
-                "(the target's)"
-            )
         super().__init__(
             num_heads,
             num_layers - 1,
@@ -87,18 +80,11 @@ class HydraHeads(MedusaHeads):
 
     def use_target_embedding(self, weight: Tensor) -> None:
         """Bind the target's embedding [>= vocab_size, H], without copying it."""
-        rows, width = weight.shape
-        if rows < self.vocab_size or width != self.hidden_size:
-            raise HeadsError(
-                f"the target's embedding is {[rows, width]}; these heads need at least "
-                f"{self.vocab_size} rows of {self.hidden_size}"
-            )
         self.embedding = weight.detach()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of token ids, any shape: int64 [..] -> [.., H]."""
-        if self.embedding is None:
-            raise HeadsError("Hydra heads need the target's embedding: call use_target_embedding")
+        assert self.embedding is not None, "call use_target_embedding first"
         return F.embedding(tokens, self.embedding)
 
     def forward(
@@ -109,10 +95,7 @@ class HydraHeads(MedusaHeads):
         ``path`` is int64 [B, >= K]: the tokens x_1 .. x_K that follow each state.
         """
         k = self.num_heads if num_heads is None else num_heads
-        if not 1 <= k <= self.num_heads:
-            raise HeadsError(f"num_heads is {k}; there are {self.num_heads} heads")
-        if path is None:
-            raise HeadsError("Hydra heads depend on the preceding tokens: pass path")
+        assert path is not None, "Hydra heads depend on the preceding tokens"
         seen = torch.cat([hidden_states, self.embed(path[:, :k]).to(hidden_states).flatten(1)], 1)
         size = self.hidden_size
         x = torch.stack([self.inputs[h](seen[:, : (h + 2) * size]) for h in range(k)], 1)

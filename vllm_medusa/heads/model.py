@@ -13,6 +13,7 @@ vocabulary), or 0 (the target's own is used, "v2").
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,8 @@ class MedusaHeads(nn.Module):
     """
 
     token_map: Tensor | None
+    lm_head_weight: Any  # [M, V_draft, H], or None
+    lm_head_bias: Any  # [M, V_draft], or None
 
     def __init__(
         self,
@@ -84,23 +87,6 @@ class MedusaHeads(nn.Module):
         super().__init__()
         if num_lm_heads is None:
             num_lm_heads = num_heads
-        for name, value, minimum in (
-            ("num_heads", num_heads, 1),
-            ("num_layers", num_layers, 0),
-            ("hidden_size", hidden_size, 1),
-            ("vocab_size", vocab_size, 1),
-        ):
-            if value < minimum:
-                raise HeadsError(f"{name} is {value}; it must be at least {minimum}")
-        if num_lm_heads not in (0, 1, num_heads):
-            raise HeadsError(
-                f"num_lm_heads is {num_lm_heads}; allowed are {num_heads} (one for each head), 1 "
-                "(one for all heads) and 0 (the target's)"
-            )
-        if not num_lm_heads and lm_head_bias:
-            raise HeadsError("lm_head_bias needs stored LM heads: omit it or store them")
-        if token_map is not None and token_map.dim() != 1:
-            raise HeadsError(f"token_map has shape {list(token_map.shape)}; it must be [V_draft]")
         self.num_heads = num_heads
         self.num_layers = num_layers
         self.hidden_size = hidden_size
@@ -131,19 +117,12 @@ class MedusaHeads(nn.Module):
         """Whether the target's LM head is used."""
         return self.lm_head_weight is None
 
-    @property
-    def has_bias(self) -> bool:
-        """Whether the residual layers have biases."""
-        return any(block.bias is not None for block in self.blocks)
-
     def store_lm_head(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Store the target's rows of the draft vocabulary as one LM head for all heads.
 
         ``weight`` is [V_draft, H], ``bias`` [V_draft]. For inference with heads that store none: no
         other rows of the target's LM head are read from then on.
         """
-        if not self.shared_lm_head:
-            raise HeadsError("these heads store their own LM heads; none can be added")
         if weight.shape != (self.draft_vocab_size, self.hidden_size):
             raise HeadsError(
                 f"the rows are {list(weight.shape)}; these heads score {self.draft_vocab_size} "
@@ -159,28 +138,16 @@ class MedusaHeads(nn.Module):
 
         While the residual layers are zero, every head then outputs the target's logits.
         """
-        if self.lm_head_weight is None:
-            raise HeadsError("these heads store no LM head: use store_lm_head")
-        if (bias is None) != (self.lm_head_bias is None):
-            raise HeadsError("the LM head's bias must be given if and only if the heads have one")
-        if weight.shape[0] < self.vocab_size or weight.shape[1] != self.hidden_size:
-            raise HeadsError(
-                f"the target's LM head is {list(weight.shape)}; these heads need at least "
-                f"{self.vocab_size} rows of {self.hidden_size}"
-            )
-        rows = weight.detach()[: self.vocab_size]
-        self.lm_head_weight.copy_(rows if self.token_map is None else rows[self.token_map])
-        if bias is not None and self.lm_head_bias is not None:
-            bias = bias[: self.vocab_size]
-            self.lm_head_bias.copy_(bias if self.token_map is None else bias[self.token_map])
+        rows = slice(self.vocab_size) if self.token_map is None else self.token_map
+        self.lm_head_weight.copy_(weight[rows])
+        if bias is not None:
+            self.lm_head_bias.copy_(bias[rows])
 
     def keep_vocabulary(self, rows: slice) -> None:
         """Keep ``rows`` of the stored LM heads and drop the others, for inference on one rank.
 
         Logits are [B, K, len(rows)] from then on: the columns of a tensor-parallel rank.
         """
-        if self.lm_head_weight is None:
-            raise HeadsError("these heads store no LM head")
         for name in ("lm_head_weight", "lm_head_bias"):  # [M, V_draft, H], [M, V_draft]
             whole = getattr(self, name)
             if whole is not None:  # copied, so that the other rows are freed
@@ -195,8 +162,6 @@ class MedusaHeads(nn.Module):
         ``path`` is for heads that depend on the preceding tokens (`HydraHeads`).
         """
         k = self.num_heads if num_heads is None else num_heads
-        if not 1 <= k <= self.num_heads:
-            raise HeadsError(f"num_heads is {k}; there are {self.num_heads} heads")
         x = hidden_states
         for block in self.blocks:
             x = block(x, k)
@@ -222,10 +187,6 @@ class MedusaHeads(nn.Module):
             return F.linear(x, self.lm_head_weight[0], bias)
         bias = None if self.lm_head_bias is None else self.lm_head_bias[:k]
         return _per_head_linear(x, self.lm_head_weight[:k], bias)
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Target token ids of draft ids, any shape."""
-        return draft_ids if self.token_map is None else self.token_map[draft_ids]
 
 
 def _per_head_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

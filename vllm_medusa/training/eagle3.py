@@ -17,34 +17,25 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
-from vllm_medusa.training.method import Batch, Method, Texts
-from vllm_medusa.training.options import StepOptions
+from vllm_medusa.training.method import Batch, Method, Setup
 from vllm_medusa.training.target import Target, TargetError
-from vllm_medusa.training.workers import Workers
 
 PIECE_ROWS = 2048
 EMBEDDING_SHARE = 0.3  # initial scale of the weights on embeddings
 
 
 class Eagle3(Method):
-    """Trains a drafter; the target is unchanged."""
+    """Trains a drafter on whole texts; the target is unchanged.
+
+    The drafter has the target's embedding, and the texts `AuxiliaryStates`.
+    """
 
     heads: EagleDrafter
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: EagleDrafter,  # the target's embedding is bound
-        train: Texts,  # whole texts; auxiliary and last hidden states
-        heldout: Texts | None,
-        settings: StepOptions,
-        workers: Workers,
-        *,
-        bf16: bool = False,
-    ) -> None:
-        super().__init__(drafter, train, heldout, settings, workers, bf16)
+    def __init__(self, target: Target, drafter: EagleDrafter, setup: Setup) -> None:
+        super().__init__(drafter, setup)
         drafter.lm_head.requires_grad_(not drafter.frozen_lm_head)
-        self.teacher = target.lm_head_of(dtype=torch.bfloat16 if bf16 else torch.float32)
+        self.teacher = target.lm_head_of(dtype=torch.bfloat16 if self.bf16 else torch.float32)
         self.width = target.hidden_size
         self.read_on = True
 
@@ -139,30 +130,17 @@ class AuxiliaryStates:
         self.target, self.layers = target, tuple(sorted(layers))
         self.hidden_size = (len(self.layers) + 1) * target.hidden_size
         self.device = target.device
-        self._modules = decoder_layers(target)
+        self._last_layer = decoder_layers(target)[-1]
 
     def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """For ids int64 [B, L], padded on the right: [B, L, (A + 1) H], see `Target`."""
-        inputs: dict[int, Tensor] = {}
-
-        def before(index: int) -> Any:
-            def hook(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-                inputs[index] = args[0] if args else given["hidden_states"]
-
-            return hook
-
-        def after(_: Any, __: Any, output: Any) -> None:
-            inputs[len(self._modules)] = output[0] if isinstance(output, tuple) else output
-
-        hooks = [
-            module.register_forward_pre_hook(before(index), with_kwargs=True)
-            for index, module in enumerate(self._modules)
-            if index in self.layers
-        ]
-        hooks.append(self._modules[-1].register_forward_hook(after))
+        last: list[Any] = []  # transformers returns it after the norm
+        hook = self._last_layer.register_forward_hook(lambda _, __, output: last.append(output))
         try:
-            last = self.target.hidden_states(ids, attention_mask)
+            out = self.target.run(ids, attention_mask, output_hidden_states=True)
         finally:
-            for hook in hooks:
-                hook.remove()
-        return torch.cat([*(inputs[layer].to(last.dtype) for layer in self.layers), last], -1)
+            hook.remove()
+        unnormed = last[0][0] if isinstance(last[0], tuple) else last[0]
+        inputs = [*out.hidden_states[:-1], unnormed]
+        states = out.last_hidden_state
+        return torch.cat([*(inputs[layer].to(states.dtype) for layer in self.layers), states], -1)

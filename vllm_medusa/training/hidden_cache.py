@@ -27,8 +27,7 @@ from vllm_medusa.files import digest_json, free_bytes, new_path, write_json
 from vllm_medusa.offline.records import Record, digest_of
 from vllm_medusa.training.rows import Piece, pad
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_REMEDY = "Try another --dtype or --cache-dtype, or drop the line."
+_REMEDY = "Try another --dtype, or drop the line."
 
 
 class CacheError(ValueError):
@@ -46,7 +45,7 @@ class HiddenStates:
         folder: Path | None = None,  # parent of the cache's folder; None: in memory
         key: Mapping[str, Any] | None = None,  # plain JSON: the target and its settings
         *,
-        dtype: torch.dtype,  # of the stored states, one of `DTYPES`
+        dtype: torch.dtype,  # of the stored states, one of `target.DTYPES`
         max_bytes: int = 1 << 62,
         shard_bytes: int = 256 << 20,  # approximate
         forward_tokens: int = 4096,  # per pass of the target, padding included

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.offline.records import Record, load_records, split_heldout
 from vllm_medusa.training.options import TextFiles, TrainOptions
 from vllm_medusa.training.rows import row_ranges
-from vllm_medusa.training.target import TargetError
+from vllm_medusa.training.target import TargetError, stored_dtype
 
 # keys of a target's config.json that its hidden states don't depend on, or that are known otherwise
 _NOT_COMPUTED = (
@@ -27,65 +26,76 @@ _NOT_COMPUTED = (
 _FILES = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
 
 
-class DataError(ValueError):
-    """Records that are unusable for training."""
-
-
-@dataclass(frozen=True)
 class Inputs:
-    """A target and its texts."""
+    """A target and its texts.
 
-    source: str  # the target's folder or hub name
-    fingerprint: dict[str, Any]  # of its weights, `heads.fingerprint.target_fingerprint`'s
-    dtype: str | None  # its weights' dtype, if it is in its config
-    config: dict[str, Any]  # config.json keys that affect the same weights, such as RoPE scaling
-    train: list[Record]  # to train on
-    heldout: list[Record]  # to measure on, with prompts not trained on; may be empty
+    Attributes:
+        source: the target's folder or hub name.
+        fingerprint: of its weights, `heads.fingerprint.target_fingerprint`'s.
+        dtype: its weights' dtype, if it is in its config.
+        config: config.json keys that affect the same weights, such as RoPE scaling.
+        train: records to train on.
+        heldout: records to measure on, with prompts not trained on; may be empty.
 
-    @classmethod
-    def read(cls, options: TrainOptions, progress: Progress = SILENT) -> Inputs:
+    """
+
+    def __init__(self, options: TrainOptions, progress: Progress = SILENT) -> None:
         """Read everything except the target's weights.
 
         Raises:
             TargetError: no such target.
             PromptError: no such file, or bad lines without ``skip``.
-            DataError: no records, or unusable ones.
+            ValueError: no records, or unusable ones.
 
         """
-        files = options.files
-        config, fingerprint, written = _identify(options.model)
-        limits = {
-            "vocab_size": int(config.vocab_size),
-            "max_tokens": files.max_text_tokens or getattr(config, "max_position_embeddings", None),
-            "tokenizer": find_tokenizer(options.model),
+        files, self.source = options.files, options.model
+        config, self.fingerprint, written = identify(options.model)
+        self.dtype = stored_dtype(config)
+        self.config = {key: value for key, value in written.items() if key not in _NOT_COMPUTED}
+        limits = limits_of(options.model, config)
+        read = {
+            path: read_usable(path, limits, files.on_bad_line, progress)
+            for path in (files.data, files.heldout)
+            if path
         }
-        read = {path: load_records(path, **limits) for path in (files.data, files.heldout) if path}
-        for path, (_, bad) in read.items():
-            settle_bad_lines(path, bad, files.on_bad_line, progress)
-        train = read[files.data][0]
-        if not train:
-            raise DataError(f"{files.data}: no usable records in it.")
+        self.train = read[files.data]
+        if not self.train:
+            raise ValueError(f"{files.data}: no usable records in it.")
         if files.heldout is None:
             try:
-                train, heldout = split_heldout(train, files.heldout_share)
+                self.train, self.heldout = split_heldout(self.train, files.heldout_share)
             except ValueError as error:
-                raise DataError(
+                raise ValueError(
                     f"{files.data}: {error} Without measuring: --heldout-share 0."
                 ) from None
         else:
-            heldout = _untrained(files, train, read[files.heldout][0], progress)
-        cut = sum(record.truncated for record in train)
+            self.heldout = _untrained(files, self.train, read[files.heldout], progress)
+        cut = sum(record.truncated for record in self.train)
         if options.training.labels == "soft" and cut:
-            raise DataError(
-                f"{cut} of {len(train)} records were sampled with top_p or top_k, but soft labels "
-                "need whole distributions. Train with --labels tokens, or distill without these "
-                "options."
+            raise ValueError(
+                f"{cut} of {len(self.train)} records were sampled with top_p or top_k, but soft "
+                "labels need whole distributions. Train with --labels tokens, or distill without "
+                "these options."
             )
-        progress.note(f"training on {_count(train)}; held out: {_count(heldout)}")
-        dtype = getattr(config, "dtype", None)
-        name = None if dtype is None else str(dtype).removeprefix("torch.")
-        computed = {key: value for key, value in written.items() if key not in _NOT_COMPUTED}
-        return cls(options.model, fingerprint, name, computed, train, heldout)
+        progress.note(f"training on {_count(self.train)}; held out: {_count(self.heldout)}")
+
+
+def limits_of(source: str, config: Any) -> dict[str, Any]:
+    """What `load_records` needs to know of a target, given transformers' config of its text."""
+    return {
+        "vocab_size": int(config.vocab_size),
+        "max_tokens": getattr(config, "max_position_embeddings", None),
+        "tokenizer": find_tokenizer(source),
+    }
+
+
+def read_usable(
+    path: Path, limits: dict[str, Any], on_bad_line: str, progress: Progress
+) -> list[Record]:
+    """Read the records of a file; bad lines are refused, or skipped with a warning."""
+    records, bad = load_records(path, **limits)
+    settle_bad_lines(path, bad, on_bad_line, progress)
+    return records
 
 
 def _untrained(
@@ -95,7 +105,7 @@ def _untrained(
     prompts = {record.prompt_key for record in train}
     kept = [record for record in heldout if record.prompt_key not in prompts]
     if not kept:
-        raise DataError(
+        raise ValueError(
             f"{files.heldout}: none of its {len(heldout)} usable records has a prompt that "
             f"{files.data} doesn't train on. Use other records, or omit --heldout, so that "
             "--heldout-share of the prompts is held out."
@@ -111,21 +121,21 @@ def require_labels(records: Sequence[Record], num_heads: int, name: str) -> None
     """Refuse records in which some head has no labels.
 
     Raises:
-        DataError: no span is long enough for the last head.
+        ValueError: no span is long enough for the last head.
 
     """
     rows = [end - start for record in records for start, end in row_ranges(record)]
     usable = max(rows, default=1) - 1  # heads with a label in the longest span
     if usable < num_heads:
         fewer = f"Train --num-heads {usable}, or use" if usable else "Use"
-        raise DataError(
+        raise ValueError(
             f"{name}: the longest generated span of {len(records)} records has labels for {usable} "
             f"heads, but {num_heads} are requested. {fewer} longer texts (distill --max-tokens)."
         )
 
 
-def _identify(source: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Transformers' config, the fingerprint, and the raw config.json."""
+def identify(source: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Find a target: transformers' config of its text, its fingerprint, and its config.json."""
     from transformers import AutoConfig
 
     if Path(source).is_file():

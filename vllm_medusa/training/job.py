@@ -24,16 +24,16 @@ from vllm_medusa.training.draft_vocab import (
     frequent_tokens,
     usual_size,
 )
-from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates
-from vllm_medusa.training.inputs import DataError, Inputs, require_labels
+from vllm_medusa.training.hidden_cache import HiddenStates
+from vllm_medusa.training.inputs import Inputs, require_labels
 from vllm_medusa.training.loop import Report
 from vllm_medusa.training.losses import AnyHeads
-from vllm_medusa.training.method import Method, Texts
+from vllm_medusa.training.method import Method, Setup, Texts
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.recipe import MEASURED_ROWS, complete
 from vllm_medusa.training.rows import Piece, count_labels, cut_pieces
 from vllm_medusa.training.run import TrainingRun
-from vllm_medusa.training.target import Target
+from vllm_medusa.training.target import DTYPES, Target, target_dtype
 from vllm_medusa.training.workers import Workers
 
 
@@ -60,8 +60,7 @@ class Job:
         """Run all checks before anything is created.
 
         Raises:
-            DataError: some head has no labels.
-            HeadsError: layers that the target doesn't have.
+            ValueError: some head has no labels, or layers that the target doesn't have.
 
         """
         self.options, self.inputs, self.workers = options, inputs, workers
@@ -74,7 +73,7 @@ class Job:
         if options.heads.kind == "eagle3":
             depth = inputs.fingerprint["num_layers"]
             if depth is None:
-                raise DataError(f"{inputs.source} has no number of layers in its config.")
+                raise ValueError(f"{inputs.source} has no number of layers in its config.")
             self.layers = choose_layers(options.heads.aux_layers, depth)
         self.dtype = target_dtype(machine.dtype, inputs.dtype, workers.device)
         self.bf16 = _use_bf16(machine.precision, workers.device)
@@ -84,8 +83,6 @@ class Job:
             num_labels=count_labels(inputs.train),
             drafter=bool(self.layers),
         )
-        wanted = options.cache.cache_dtype
-        self._cache_dtype = self.dtype if wanted == "auto" else DTYPES[wanted]
         self._state_key = {  # what hidden states depend on
             "target": inputs.fingerprint,
             "target_config": inputs.config,
@@ -101,7 +98,7 @@ class Job:
             },
             "heads": asdict(options.heads) | {"aux_layers": list(self.layers)},
             "recipe": asdict(self.steps) | {"bf16": self.bf16},
-            "cache": {"dtype": str(self._cache_dtype), "gb": options.cache.cache_gb},
+            "cache_gb": options.cache.cache_gb,
         }
 
     def open(self) -> TrainingRun:
@@ -112,13 +109,10 @@ class Job:
         self.workers.wait()  # until the main process has applied --overwrite
         if run.complete:
             self.progress.note(f"nothing to do; the heads are in {files.output}")
+        elif main:  # before training, because files may be removed later
+            data = [path for path in (files.data, files.heldout) if path is not None]
+            self._origin = provenance(self._command, data)
         return run
-
-    def provenance(self) -> dict[str, Any]:
-        """The heads' provenance; recorded before training, because files may be removed later."""
-        files = self.options.files
-        data = [path for path in (files.data, files.heldout) if path is not None]
-        return provenance(self._command, data) if self.workers.main else {}
 
     def load_target(self, source: str | Path | None = None, *, quantized: bool = True) -> Target:
         """The target with the requested settings, or a model like it."""
@@ -150,17 +144,28 @@ class Job:
             _ranges(self.inputs.train, pieces, whole=whole),
             options.cache.cache or run.work,
             self._state_key | {"layers": self.layers},
-            dtype=self._cache_dtype,
+            dtype=self.dtype,
             max_bytes=int(options.cache.cache_gb * 1e9),
             file=options.files.name(heldout=False),
         )
-        self._build(states)
+        states.build(
+            lambda ready, total: self.progress.at("hidden states", ready, total),
+            rank=workers.rank,
+            world=workers.world,
+        )
+        workers.wait()
+        kept, needed = states.cached_bytes, states.needed_bytes
+        if kept < needed:
+            self.progress.note(
+                f"{kept / 1e9:.2f} of {needed / 1e9:.2f} GB of hidden states are kept; the rest is "
+                "computed in every epoch"
+            )
         texts, heldout = Texts(self.inputs.train, pieces, states), None
         if self.inputs.heldout:
             heldout = self.heldout_texts(source, cut_pieces(self.inputs.heldout, size, whole=whole))
         if not whole:
-            heads, parts = self.new_heads(target), (texts, heldout, steps, workers)
-            return medusa1.Medusa1(target, heads, *parts, bf16=self.bf16)
+            setup = Setup(texts, heldout, steps, workers, self.bf16)
+            return medusa1.Medusa1(target, self.new_heads(target), setup)
         some = [(p.record, p.start, p.limit) for p in pieces[:8]]
         drafter = eagle3.new_drafter(
             target,
@@ -173,8 +178,8 @@ class Job:
         )
         longest = max(piece.num_rows for piece in pieces)
         steps = replace(steps, batch_tokens=max(steps.batch_tokens, longest))
-        parts = (texts, heldout, steps, workers)
-        return eagle3.Eagle3(target, drafter, *parts, bf16=self.bf16)
+        setup = Setup(texts, heldout, steps, workers, self.bf16)
+        return eagle3.Eagle3(target, drafter, setup)
 
     def heldout_texts(self, source: Any, pieces: Sequence[Piece], *, share: bool = True) -> Texts:
         """The held-out pieces to measure on (this process's share), with states in memory."""
@@ -240,7 +245,6 @@ class Job:
         self,
         heads: AnyHeads,  # `round`ed; moved to the CPU in the stored dtype
         more: Mapping[str, Any],  # results, in addition to the settings
-        origin: Mapping[str, Any],  # `provenance`
         target: Mapping[str, Any] | None = None,  # fingerprint, if not the inputs' target
         source: str | Path | None = None,  # its location, likewise
     ) -> None:
@@ -253,27 +257,12 @@ class Job:
             "base_model_name_or_path": name,
             "target": dict(target or self.inputs.fingerprint),
             "training": self.settings | dict(more),
-            "provenance": [dict(origin)],
+            "provenance": [self._origin],
         }
         if isinstance(heads, EagleDrafter):
             save_drafter(self.options.files.output, heads, config)
         else:
             save_heads(self.options.files.output, heads, config)
-
-    def _build(self, states: HiddenStates) -> None:
-        """Compute the missing states."""
-        states.build(
-            lambda ready, total: self.progress.at("hidden states", ready, total),
-            rank=self.workers.rank,
-            world=self.workers.world,
-        )
-        self.workers.wait()
-        kept, needed = states.cached_bytes, states.needed_bytes
-        if kept < needed:
-            self.progress.note(
-                f"{kept / 1e9:.2f} of {needed / 1e9:.2f} GB of hidden states cached; the rest is "
-                "computed in every epoch"
-            )
 
 
 def _ranges(
@@ -296,13 +285,6 @@ def _line(entry: dict[str, Any]) -> str:
     best = " ".join(f"{top[0]:.3f}" for top in entry["heldout"]["top"])
     lost = f"; KL {entry['quality']['kl']:.2g}" if "quality" in entry else ""
     return f"held-out top 1: {best}{lost}"
-
-
-def target_dtype(choice: str, own: str | None, device: torch.device) -> torch.dtype:
-    """The target's dtype: ``auto`` is its ``own`` on a GPU and float32 on a CPU."""
-    if choice != "auto":
-        return DTYPES[choice]
-    return torch.float32 if device.type == "cpu" else DTYPES.get(own or "", torch.bfloat16)
 
 
 def _use_bf16(choice: str, device: torch.device) -> bool:

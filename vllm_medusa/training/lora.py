@@ -27,16 +27,13 @@ from torch import nn
 
 from vllm_medusa.files import new_folder
 from vllm_medusa.training.options import LoraSettings
+from vllm_medusa.training.target import TargetError
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _OWN = ("config.json", "README.md")  # rewritten; or about another model
-
-
-class LoraError(ValueError):
-    """A target that can't be adapted, or invalid settings for it."""
 
 
 def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
@@ -46,19 +43,19 @@ def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
     trained. Without ``settings.modules``, all linear layers except the LM head are adapted.
 
     Raises:
-        LoraError: there is no such layer, the LM head or the embedding is included, or the model
-            already has an adapter.
+        TargetError: there is no such layer, the LM head or the embedding is included, or the
+            model already has an adapter.
 
     """
     try:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
-        raise LoraError("Medusa-2 needs peft: pip install 'vllm-medusa[train]'") from error
+        raise TargetError("Medusa-2 needs peft: pip install 'vllm-medusa[train]'") from error
 
     kind = type(model).__name__
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-        raise LoraError(f"{kind} already has an adapter; merge it, or load the plain target")
+        raise TargetError(f"{kind} already has an adapter; merge it, or load the plain target")
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
@@ -71,17 +68,17 @@ def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
         try:
             adapted = get_peft_model(model.requires_grad_(False), config)
         except (ValueError, NotImplementedError) as error:
-            raise LoraError(
+            raise TargetError(
                 f"peft can't adapt {kind}: {error} Choose other layers by --lora-modules, or use "
                 "--method medusa-1, which does not change the target"
             ) from error
     names = [f".{name}" for name in adapted.targeted_module_names]
     for wanted in settings.modules:
         if not any(name.endswith(f".{wanted}") for name in names):
-            raise LoraError(f"--lora-modules: {kind} has no linear layer {wanted!r}")
+            raise TargetError(f"--lora-modules: {kind} has no linear layer {wanted!r}")
     shared = (model.get_input_embeddings(), model.get_output_embeddings())
     if any(isinstance(module, BaseTunerLayer) for module in shared):
-        raise LoraError("--lora-modules: the embedding and the LM head are never adapted")
+        raise TargetError("--lora-modules: the embedding and the LM head are never adapted")
     adapted.eval()  # keeps the target's own dropout off
     return adapted
 

@@ -20,7 +20,7 @@ per row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,14 +73,6 @@ def draft_labels(labels: Tensor, heads: AnyHeads, outside: int) -> Tensor:
     return torch.where(labels < 0, labels, draft_id[labels.clamp_min(0)])
 
 
-class HeadLosses(NamedTuple):
-    """Results of `head_losses`."""
-
-    loss: Tensor  # fp32, the sum over heads of weight times ``sums``; differentiable
-    sums: Tensor  # fp32 [K], each head's cross-entropy summed over its labels, in nats; detached
-    counts: Tensor  # int64 [K], labels of each head; hard ones only in the draft vocabulary
-
-
 def head_losses(
     heads: AnyHeads,
     x: Tensor,  # [N, K, H], the heads' outputs
@@ -90,11 +82,12 @@ def head_losses(
     *,
     teacher: Teacher | None = None,  # for soft labels
     chunk: int = CHUNK,  # positions per chunk: 4 * chunk * V floats, twice that if soft
-) -> HeadLosses:
-    """Each head's cross-entropy, and their weighted sum with its gradient.
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of the heads' cross-entropies, with its gradient, and each head's own.
 
-    Divide ``weights`` by the number of labels for means. Gradients reach ``x`` and stored
-    LM heads, but not the ``lm_head``.
+    Returns an fp32 scalar and fp32 [K], each head's sum over its labels in nats, detached. Divide
+    ``weights`` by the number of labels for means. Gradients reach ``x`` and stored LM heads, but
+    not the ``lm_head``.
 
     With a ``teacher`` the labels are soft: if (n, h) has a label, the teacher's row n + h + 1
     must be the state h + 1 positions later. With a token map, labels outside the draft vocabulary
@@ -103,10 +96,8 @@ def head_losses(
     drafts = draft_labels(labels, heads, IGNORED)
     valid = (drafts if teacher is None else labels) != IGNORED
     weight, bias = heads.lm_head_weight, heads.lm_head_bias
-    loss, sums = _ChunkedLosses.apply(
-        x, weight, bias, drafts, valid, weights.float(), lm_head, teacher, chunk
-    )
-    return HeadLosses(loss, sums, valid.sum(0))
+    parts = (x, weight, bias, drafts, valid, weights.float(), lm_head, teacher, chunk)
+    return _ChunkedLosses.apply(*parts)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class Teacher:

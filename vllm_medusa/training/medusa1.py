@@ -16,10 +16,9 @@ from vllm_medusa.heads.checkpoint import new_heads as make_heads
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.losses import LMHead
-from vllm_medusa.training.method import Batch, Method, Texts
-from vllm_medusa.training.options import HeadOptions, StepOptions
+from vllm_medusa.training.method import Batch, Method, Setup
+from vllm_medusa.training.options import HeadOptions
 from vllm_medusa.training.target import Target
-from vllm_medusa.training.workers import Workers
 
 PIECE_ROWS = 32  # a step of 256 positions has parts of eight texts
 
@@ -30,19 +29,9 @@ class Medusa1(Method):
     heads: MedusaHeads
     lm_head: LMHead
 
-    def __init__(
-        self,
-        target: Target,
-        heads: MedusaHeads,
-        train: Texts,
-        heldout: Texts | None,
-        settings: StepOptions,
-        workers: Workers,
-        *,
-        bf16: bool = False,
-    ) -> None:
-        super().__init__(heads, train, heldout, settings, workers, bf16)
-        dtype = torch.bfloat16 if bf16 else torch.float32
+    def __init__(self, target: Target, heads: MedusaHeads, setup: Setup) -> None:
+        super().__init__(heads, setup)
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
         self.lm_head = self.teacher = target.lm_head_of(heads.token_map, dtype)
         if self.soft and heads.token_map is not None:
             self.teacher = target.lm_head_of(dtype=dtype)

@@ -20,7 +20,7 @@ model, read back from its files.
 
 from __future__ import annotations
 
-import math
+import json
 import shutil
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -38,15 +38,15 @@ from vllm_medusa.offline.results import fingerprint
 from vllm_medusa.training import lora
 from vllm_medusa.training.accuracy import Measurement
 from vllm_medusa.training.curves import draw_curves
-from vllm_medusa.training.hidden_cache import DTYPES, CacheError, HiddenStates
+from vllm_medusa.training.hidden_cache import CacheError, HiddenStates
 from vllm_medusa.training.job import Job
 from vllm_medusa.training.loop import Loop
 from vllm_medusa.training.losses import CHUNK, IGNORED, LMHead, head_losses
-from vllm_medusa.training.method import Batch, Groups, Method, Texts
-from vllm_medusa.training.options import JointOptions, StepOptions
-from vllm_medusa.training.quality import Quality, QualityMeter, kl_rows
+from vllm_medusa.training.method import Batch, Groups, Method, Setup, Texts
+from vllm_medusa.training.options import JointOptions
+from vllm_medusa.training.quality import QualityMeter, kl_rows, shortfalls
 from vllm_medusa.training.recipe import complete_joint, heads_weight
-from vllm_medusa.training.rows import Piece, cut_pieces, labels_at, pad, row_ranges, split_passes
+from vllm_medusa.training.rows import cut_pieces, labels_at, pad, split_passes
 from vllm_medusa.training.run import Stage, TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
@@ -73,15 +73,10 @@ class Medusa2(Method):
         target: Target,
         adapted: PeftModel,  # wraps the target's model, with a new adapter (`lora.attach`)
         heads: MedusaHeads,
-        train: Texts,  # whole texts
-        heldout: Texts,  # whole spans, with the original model's states
         joint: JointOptions,
-        settings: StepOptions,  # see `recipe.complete_joint`
-        workers: Workers,
-        *,
-        bf16: bool = False,
+        setup: Setup,  # whole texts; held-out spans with the original model's states
     ) -> None:
-        super().__init__(heads, train, heldout, settings, workers, bf16)
+        super().__init__(heads, setup)
         self.target, self.adapted, self.joint = target, adapted, joint
         self.lm_head, self.teacher = target.lm_head_of(heads.token_map), target.lm_head
         self.adapter = lora.adapter_parameters(adapted)
@@ -125,7 +120,7 @@ class Medusa2(Method):
         soft = None
         if self.soft and teacher is not None:
             soft = self.teacher_of(batch, teacher.float())
-        found = head_losses(  # the heads compute in fp32 unless autocast is on
+        loss, sums = head_losses(  # the heads compute in fp32 unless autocast is on
             self.heads,
             self.heads(states.float()),
             labels[:, 1:],
@@ -133,7 +128,7 @@ class Medusa2(Method):
             self.lm_head,
             teacher=soft,
         )
-        return weights[0] * own + found.loss, torch.cat([own.detach().view(1), found.sums])
+        return weights[0] * own + loss, torch.cat([own.detach().view(1), sums])
 
     def measure(self) -> dict[str, Any]:
         """Heads and quality on held-out text.
@@ -141,9 +136,8 @@ class Medusa2(Method):
         Without autocast, because the original's states were computed without it.
         """
         assert self.heldout is not None
-        parts = (self.heads, self.lm_head, self.target, self.heldout)
-        heads, quality = measure_joint(*parts, self.workers)
-        return {"heldout": heads, "quality": quality.to_dict()}
+        heads, quality = measure_joint(self.heads, self.target, self.heldout, self.workers)
+        return {"heldout": heads, "quality": quality}
 
     def entry(self, means: Tensor, weights: Tensor) -> dict[str, Any]:
         """See `Method`."""
@@ -182,12 +176,11 @@ def lm_loss(
 @torch.no_grad()
 def measure_joint(
     heads: MedusaHeads,
-    draft_head: LMHead,  # the target's over the heads' draft vocabulary
     target: Target,  # the new model; its LM head is the original's
     heldout: Texts,  # whole spans, with the original model's states
     workers: Workers | None = None,  # each has a share of the pieces; None: this process has all
-) -> tuple[dict[str, Any], Quality]:
-    """Measure heads (`Measurement.summary`) and target on the generated tokens.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Measure heads (`Measurement.summary`) and target (`QualityMeter.result`).
 
     Raises:
         ValueError: the texts have no generated tokens.
@@ -195,6 +188,7 @@ def measure_joint(
 
     """
     total, meter = Measurement(heads.num_heads), QualityMeter(target.lm_head)
+    draft_head = target.lm_head_of(heads.token_map)
     original, lengths = heldout.states, [piece.num_rows for piece in heldout.pieces]
     assert original is not None
     now = HiddenStates(
@@ -248,7 +242,6 @@ def train_medusa2(job: Job) -> None:
     with job.open() as run:
         if run.complete:
             return
-        origin = job.provenance()
         target = job.load_target()
         _check_space(job, run, target)
         adapted = lora.attach(target.model, joint.lora, seed=steps.seed)
@@ -256,21 +249,19 @@ def train_medusa2(job: Job) -> None:
         if workers.main:
             for name in (MODEL, DEGRADED):  # of a run that --overwrite discards
                 shutil.rmtree(run.output / name, ignore_errors=True)
+        spans = cut_pieces(inputs.heldout, 1 << 31)
         with adapted.disable_adapter():
             heads = _first_heads(job, run, target)
-            heldout = _heldout(job, target)
+            heldout = job.heldout_texts(target, spans)
         texts = Texts(inputs.train, cut_pieces(inputs.train, 1 << 31, whole=True))
-        parts = (heads, texts, heldout, joint, steps, workers)
-        method = Medusa2(target, adapted, *parts, bf16=job.bf16)
+        setup = Setup(texts, heldout, steps, workers, job.bf16)
+        method = Medusa2(target, adapted, heads, joint, setup)
         stage = Stage(run)
         loop = Loop(method, stage)
         tokens = sum(method.lengths[item] for items in loop.plan for item in items)
-        share = sum(p.numel() for p in method.adapter.values()) / sum(
-            p.numel() for p in target.model.parameters()
-        )
         job.progress.note(
-            f"joint stage: {loop.steps} steps, {tokens} tokens; the adapter is {share:.1%} of the "
-            f"target; {joint.lm_loss} for the target, lambda_0 {joint.heads_weight:g}"
+            f"joint stage: {loop.steps} steps, {tokens} tokens; {joint.lm_loss} for the target, "
+            f"lambda_0 {joint.heads_weight:g}"
         )
         loop.train(job.report("joint"))
         if workers.main:
@@ -283,8 +274,10 @@ def train_medusa2(job: Job) -> None:
         if workers.main:
             if options.machine.quantization is not None or workers.world > 1:
                 # the merged model is not quantized, and this process measures all of it
-                heldout = _heldout(job, job.load_target(quantized=False), share=False)
-            _publish(job, run, heads, heldout, trained, origin)
+                plain = job.load_target(quantized=False)
+                heldout = job.heldout_texts(plain, spans, share=False)
+                del plain
+            _publish(job, run, heads, heldout, trained)
         workers.wait()
 
 
@@ -309,23 +302,12 @@ def _first_heads(job: Job, run: TrainingRun, target: Target) -> MedusaHeads:
     return method.heads
 
 
-def _heldout(job: Job, target: Target, *, share: bool = True) -> Texts:
-    """Whole spans of held-out text with the target's states; each process has a share of them."""
-    spans = [
-        Piece(number, start, end - 1, end)
-        for number, record in enumerate(job.inputs.heldout)
-        for start, end in row_ranges(record)
-    ]
-    return job.heldout_texts(target, spans, share=share)
-
-
 def _publish(
     job: Job,
     run: TrainingRun,  # with the trained adapter in ``work/adapter``
     heads: MedusaHeads,
     heldout: Texts,
     trained: dict[str, Any],
-    origin: dict[str, Any],
 ) -> None:
     """Merge, measure, and write the results; the heads' config.json, written last, completes them.
 
@@ -338,30 +320,20 @@ def _publish(
     heads = heads.to(target.device)
     found: dict[str, Any] = {}
     try:
-        draft_head = target.lm_head_of(heads.token_map)
-        accuracy, quality = measure_joint(heads, draft_head, target, heldout)
-        found = {"heldout": accuracy, "quality": quality.to_dict()}
-        shortfalls = quality.shortfalls(job.options.joint.bounds)
+        accuracy, quality = measure_joint(heads, target, heldout)
+        found = {"heldout": accuracy, "quality": quality}
+        beyond = shortfalls(quality, job.options.joint.bounds)
     except CacheError as error:  # the new target outputs NaN
-        shortfalls = [str(error).removesuffix(".")]
-    stored = plain_json(found)
-    if stored != found and not shortfalls:
-        shortfalls = ["not all measurements are finite"]
-    results = {"degraded": bool(shortfalls), "shortfalls": shortfalls, **stored}
-    base, config = output / (DEGRADED if shortfalls else MODEL), merged / "config.json"
+        beyond = [str(error).removesuffix(".")]
+    stored = json.loads(json.dumps(found), parse_constant=lambda _: None)  # no NaN in JSON
+    if stored != found and not beyond:
+        beyond = ["not all measurements are finite"]
+    results = {"degraded": bool(beyond), "shortfalls": beyond, **stored}
+    base, config = output / (DEGRADED if beyond else MODEL), merged / "config.json"
     new = target_fingerprint(merged)
     write_json(config, {**read_json(config), "medusa_2": results})
     merged.replace(base)
-    job.save(heads, {**trained, **results}, origin, new, base)
-
-
-def plain_json(value: Any) -> Any:
-    """The same with None for NaN and infinity, which JSON lacks."""
-    if isinstance(value, dict):
-        return {key: plain_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    job.save(heads, {**trained, **results}, new, base)
 
 
 def _checkpoint_layers(model: Any) -> None:
@@ -378,7 +350,7 @@ def _checkpoint_layers(model: Any) -> None:
 
 def _check_space(job: Job, run: TrainingRun, target: Target) -> None:
     """Refuse to start if the disk can't hold the merged model."""
-    stored = DTYPES.get(job.inputs.dtype or "", job.dtype)
+    stored = job.inputs.dtype or job.dtype
     wanted = sum(p.numel() for p in target.model.parameters()) * stored.itemsize
     free = free_bytes(run.work)
     if wanted > free:

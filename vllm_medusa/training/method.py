@@ -36,6 +36,17 @@ class Texts:
     states: HiddenStates | None = None  # None: computed in each step
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What every method is given."""
+
+    train: Texts
+    heldout: Texts | None  # this process's share
+    settings: StepOptions  # complete, see `recipe.complete`
+    workers: Workers
+    bf16: bool = False  # autocast; weights and sums stay fp32
+
+
 class Batch(NamedTuple):
     """Rows of some pieces, concatenated."""
 
@@ -74,23 +85,16 @@ class Method:
     lm_head: LMHead | None = None
     teacher: LMHead
 
-    def __init__(
-        self,
-        heads: AnyHeads,
-        train: Texts,
-        heldout: Texts | None,  # this process's share
-        settings: StepOptions,  # complete, see `recipe.complete`
-        workers: Workers,
-        bf16: bool = False,  # autocast; weights and sums stay fp32
-    ) -> None:
-        self.heads = heads.to(workers.device).requires_grad_(True)
-        self.texts, self.heldout, self.settings = train, heldout, settings
-        self.workers, self.bf16 = workers, bf16
-        self.soft = self.read_on = settings.labels == "soft"
-        self.decay = head_weights(heads.num_heads, settings.decay).to(workers.device)  # [K]
-        self.lengths = [piece.num_rows for piece in train.pieces]
-        if train.states is not None:
-            self.groups = train.states.groups(train.pieces)
+    def __init__(self, heads: AnyHeads, setup: Setup) -> None:
+        self.texts, self.heldout, self.settings = setup.train, setup.heldout, setup.settings
+        self.workers, self.bf16 = setup.workers, setup.bf16
+        self.heads = heads.to(self.workers.device).requires_grad_(True)
+        self.soft = self.read_on = self.settings.labels == "soft"
+        decay = head_weights(heads.num_heads, self.settings.decay)
+        self.decay = decay.to(self.workers.device)  # [K]
+        self.lengths = [piece.num_rows for piece in self.texts.pieces]
+        if self.texts.states is not None:
+            self.groups = self.texts.states.groups(self.texts.pieces)
 
     def parameters(self) -> Groups:
         """Parameter groups for the optimizer, with factors of the learning rate."""
@@ -151,8 +155,7 @@ class Method:
         """The weighted sum of a batch's losses, and each one's sum in nats, detached [M]."""
         last, x = self.outputs(batch)
         teacher = self.teacher_of(batch, last) if self.soft else None
-        found = head_losses(self.heads, x, batch.labels, weights, self.lm_head, teacher=teacher)
-        return found.loss, found.sums
+        return head_losses(self.heads, x, batch.labels, weights, self.lm_head, teacher=teacher)
 
     def teacher_of(self, batch: Batch, states: Tensor) -> Teacher:
         """The source of soft labels from the target's own states [N, H]."""

@@ -60,9 +60,6 @@ class TextFiles(Options):
     on_bad_line: Literal["refuse", "skip"] = option(
         "bad lines: refuse the file, or skip them", default="refuse"
     )
-    max_text_tokens: Positive | None = option(
-        "max tokens per text; longer texts are bad lines", default=None, metavar="N"
-    )
     overwrite: bool = option("discard an existing run in the output", default=False)
 
     def name(self, *, heldout: bool) -> str:
@@ -150,9 +147,6 @@ class CacheOptions(Options):
         "the order of steps depends on this",
         default=50.0,
         metavar="GB",
-    )
-    cache_dtype: Dtype = option(
-        "dtype of cached states; auto: the target's compute dtype", default="auto"
     )
 
 
@@ -273,7 +267,7 @@ class TrainOptions(Options):
             )
         if self.joint.start_heads is not None:
             given = [*command_line(self.heads), *command_line(self.cache)]
-            for name in ("--lm-heads", "--draft-vocab", "--cache", "--cache-dtype"):
+            for name in ("--lm-heads", "--draft-vocab", "--cache"):
                 if name in given:
                     raise ValueError(
                         f"{name} is for new heads and their warm-up, but --start-heads loads "

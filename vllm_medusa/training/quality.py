@@ -6,7 +6,7 @@ a few positions exist at a time, [C, V] of each model.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,38 +17,18 @@ from vllm_medusa.training.losses import CHUNK, IGNORED, LMHead
 from vllm_medusa.training.options import QualityBounds
 
 
-@dataclass(frozen=True)
-class Quality:
-    """A trained target compared with the original, over ``num_tokens`` generated tokens."""
-
-    num_tokens: int
-    perplexity_before: float
-    perplexity_after: float
-    kl: float  # KL(original || new), nats per token
-    reverse_kl: float  # KL(new || original)
-    top1_agreement: float  # fraction of tokens with the same argmax
-
-    @property
-    def perplexity_ratio(self) -> float:
-        """Perplexity after training divided by that before."""
-        return self.perplexity_after / self.perplexity_before
-
-    def shortfalls(self, bounds: QualityBounds) -> list[str]:
-        """Messages about exceeded bounds; NaN exceeds any bound."""
-        ratio = "perplexity after / before"
-        checks = (
-            ("KL(original || new) per token", self.kl, bounds.max_kl, "--max-kl"),
-            (ratio, self.perplexity_ratio, bounds.max_perplexity_ratio, "--max-perplexity-ratio"),
-        )
-        return [
-            f"{what} is {value:.4g}; the limit is {limit:g} ({option})"
-            for what, value, limit, option in checks
-            if not value <= limit
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self) | {"perplexity_ratio": self.perplexity_ratio}
+def shortfalls(quality: Mapping[str, float], bounds: QualityBounds) -> list[str]:
+    """Messages about exceeded bounds of a `QualityMeter.result`; NaN exceeds any bound."""
+    ratio = "perplexity after / before"
+    checks = (
+        ("KL(original || new) per token", quality["kl"], bounds.max_kl, "--max-kl"),
+        (ratio, quality["perplexity_ratio"], bounds.max_perplexity_ratio, "--max-perplexity-ratio"),
+    )
+    return [
+        f"{what} is {value:.4g}; the limit is {limit:g} ({option})"
+        for what, value, limit, option in checks
+        if not value <= limit
+    ]
 
 
 def kl_rows(teacher: Tensor, student: Tensor) -> Tensor:
@@ -89,8 +69,16 @@ class QualityMeter:
             )
             self.sums += torch.stack([row.double().sum().cpu() for row in rows])
 
-    def result(self) -> Quality:
-        """Return the means; ValueError if no token was counted."""
+    def result(self) -> dict[str, Any]:
+        """Return the means, plain JSON but for NaN and infinity.
+
+        ``kl`` is KL(original || new) and ``reverse_kl`` KL(new || original), in nats per token;
+        ``top1_agreement`` the fraction of tokens with the same argmax.
+
+        Raises:
+            ValueError: no token was counted.
+
+        """
         count = int(self.sums[0])
         if not count:
             raise ValueError(
@@ -98,4 +86,13 @@ class QualityMeter:
                 "other texts with --heldout"
             )
         means = self.sums[1:] / count
-        return Quality(count, *means[:2].exp().tolist(), *means[2:].tolist())
+        (before, after), (kl, reverse_kl, agreement) = means[:2].exp().tolist(), means[2:].tolist()
+        return {
+            "num_tokens": count,
+            "perplexity_before": before,
+            "perplexity_after": after,
+            "kl": kl,
+            "reverse_kl": reverse_kl,
+            "top1_agreement": agreement,
+            "perplexity_ratio": after / before,
+        }

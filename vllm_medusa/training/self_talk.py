@@ -25,16 +25,10 @@ _USER_TEMPERATURE = 1.0
 _USER_TOKENS = 256  # max tokens per user turn
 
 
-@dataclass(frozen=True)
-class UserTurn:
-    """The start of the user's next turn, and the token that ends it."""
-
-    prompt: list[int]
-    end: int
-
-
-def user_turn(messages: list[Message], tokenizer: Any) -> UserTurn:
+def user_turn(messages: list[Message], tokenizer: Any) -> tuple[list[int], int]:
     """Render a conversation, empty or ending with the assistant, up to the next user's text.
+
+    Returns the token ids, and the token that ends the user's turn.
 
     Raises:
         PromptError: the chat template has no header for a user turn, or no token that ends one.
@@ -56,10 +50,8 @@ def user_turn(messages: list[Message], tokenizer: Any) -> UserTurn:
             f"the chat template ends a user's turn with {after[:20]!r} instead of a special "
             "token, so the target can't end one. Use it without --self-talk."
         )
-    return UserTurn(
-        list(encode_rendered(before, tokenizer)),
-        tokenizer.convert_tokens_to_ids(end.strip()),
-    )
+    token = tokenizer.convert_tokens_to_ids(end.strip())
+    return list(encode_rendered(before, tokenizer)), token
 
 
 def require_self_talk(tokenizer: Any) -> None:
@@ -114,16 +106,15 @@ class SelfTalk:
                 prompt = list(encode_rendered(text, self.tokenizer))
                 return Request(prompt, {"temperature": self.temperature})
             self.answers.append(Answer(role="user"))
-            turn = user_turn(self.messages, self.tokenizer)
+            prompt, self.end = user_turn(self.messages, self.tokenizer)
         except PromptError as error:
             raise RequestRefused(str(error)) from None
-        self.end = turn.end
         options = {
             "temperature": _USER_TEMPERATURE,
-            "stop_token_ids": [turn.end],
+            "stop_token_ids": [self.end],
             "max_tokens": _USER_TOKENS,
         }
-        return Request(turn.prompt, options)
+        return Request(prompt, options)
 
     @property
     def finished(self) -> bool:

@@ -20,6 +20,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PROBE_TOKENS = 8
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative
 
@@ -37,7 +38,6 @@ class Target:
 
     Attributes:
         model: the whole model, in evaluation mode.
-        path: its source.
         hidden_size: H, the width of the LM head's inputs.
         vocab_size: V, the number of the LM head's rows.
         logit_scale: the logits' factor, 1 for most models.
@@ -48,7 +48,7 @@ class Target:
 
     """
 
-    def __init__(self, model: PreTrainedModel, path: str | Path = "") -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         """Freeze ``model`` and check that it consists of a backbone and an LM head.
 
         Raises:
@@ -57,7 +57,6 @@ class Target:
 
         """
         self.model = model.eval().requires_grad_(False)
-        self.path = path
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
         name = type(model).__name__
@@ -65,7 +64,6 @@ class Target:
             raise TargetError(f"{name} has no LM head; heads need a causal language model.")
         if getattr(model.config, "is_encoder_decoder", False):
             raise TargetError(f"{name} is an encoder-decoder; heads need a decoder-only model.")
-        self.head: Any = head
         self.lm_head_weight: Tensor = head.weight
         self.lm_head_bias: Tensor | None = getattr(head, "bias", None)
         self.embedding_weight: Tensor = model.get_input_embeddings().weight
@@ -93,19 +91,24 @@ class Target:
             TargetError: it can't be loaded, is not a valid target, or can't be quantized here.
 
         """
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
         options: dict[str, Any] = {"dtype": dtype}
-        if quantization is not None:
-            options["quantization_config"] = _bitsandbytes(quantization, dtype)
-            options["device_map"] = {"": torch.device(device)}
         try:
+            if quantization is not None:
+                options["quantization_config"] = BitsAndBytesConfig(
+                    load_in_4bit=quantization == "4bit",
+                    load_in_8bit=quantization == "8bit",
+                    bnb_4bit_quant_type="nf4",
+                    bnb_4bit_compute_dtype=dtype,
+                )
+                options["device_map"] = {"": torch.device(device)}
             model = AutoModelForCausalLM.from_pretrained(str(source), **options)
         except (OSError, ValueError, ImportError, RuntimeError) as error:
             raise TargetError(f"{source} can't be loaded as a causal LM: {error}") from error
         if quantization is None:
             model = model.to(device)
-        return cls(model, source)
+        return cls(model)
 
     @property
     def device(self) -> torch.device:
@@ -126,24 +129,26 @@ class Target:
         For ids int64 [B, L], shorter texts padded on the right, and a mask [B, L], 1 for
         text (None: everywhere): [B, L, H] in the model's compute dtype.
         """
-        out = self.backbone(input_ids=ids, attention_mask=attention_mask, use_cache=False)
-        return out.last_hidden_state
+        return self.run(ids, attention_mask).last_hidden_state
 
-    def lm_head(self, x: Tensor) -> Tensor:
-        """Logits with the target's bias, soft cap and scale, as in serving.
+    def run(self, ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
+        """The backbone's own output, see `hidden_states`."""
+        return self.backbone(
+            input_ids=ids, attention_mask=attention_mask, use_cache=False, **options
+        )
 
-        [..., H] of any float dtype -> [..., V], in the LM head's dtype (autocast's, if enabled).
-        """
-        if self.head.weight.is_floating_point():
-            x = x.to(self.head.weight.dtype)
-        return self.shape_logits(self.head(x))
+    @property
+    def lm_head(self) -> Callable[[Tensor], Tensor]:
+        """`lm_head_of` all tokens, in the LM head's own dtype."""
+        return self.lm_head_of()
 
     def lm_head_of(
         self, token_map: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Callable[[Tensor], Tensor]:
         """The LM head over the tokens of ``token_map``, whose rows are gathered once, or all.
 
-        ``dtype`` None keeps the LM head's own.
+        It gives logits with the target's bias, soft cap and scale, as in serving: [..., H] of any
+        float dtype -> [..., V or V_draft] in ``dtype`` (None: the LM head's own), or autocast's.
         """
         rows = slice(None) if token_map is None else token_map
         weight = self.lm_head_weight.detach()[rows]
@@ -188,6 +193,18 @@ class Target:
         )
 
 
+def stored_dtype(config: Any) -> torch.dtype | None:
+    """The dtype of a target's weights, if its transformers config says it."""
+    return DTYPES.get(str(getattr(config, "dtype", None)).removeprefix("torch."))
+
+
+def target_dtype(choice: str, own: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """What the target computes in: "auto" is its ``own`` on a GPU and float32 on a CPU."""
+    if choice != "auto":
+        return DTYPES[choice]
+    return torch.float32 if device.type == "cpu" else own or torch.bfloat16
+
+
 def _possible_scales(config: Any) -> list[float]:
     """Factors of the logits that a config may imply; 1 is tried last if it has one."""
     factors = [
@@ -198,21 +215,3 @@ def _possible_scales(config: Any) -> list[float]:
     if inverse := getattr(config, "logits_scaling", None):  # Granite divides
         factors.insert(0, 1.0 / float(inverse))
     return [*factors, 1.0]
-
-
-def _bitsandbytes(quantization: str, dtype: torch.dtype) -> Any:
-    """Transformers' settings for 4-bit or 8-bit weights."""
-    from transformers import BitsAndBytesConfig
-
-    try:
-        import bitsandbytes  # noqa: F401
-    except (ImportError, RuntimeError, OSError) as error:
-        raise TargetError(
-            f"{quantization} weights need bitsandbytes, which is unusable here ({error}): pip "
-            "install bitsandbytes, or omit the quantization."
-        ) from error
-    if quantization == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-    )

@@ -77,7 +77,7 @@ def train(
             check_output(files.output)
         else:
             progress = SILENT
-        found = Inputs.read(options, progress)
+        found = Inputs(options, progress)
         if joint.start_heads is not None:
             info = peek_heads(joint.start_heads)
             if info.is_hydra:
@@ -108,7 +108,6 @@ def train_alone(job: Job) -> None:
     with job.open() as run:
         if run.complete:
             return
-        origin = job.provenance()
         target = job.load_target()
         run.work.mkdir(exist_ok=True)
         method = job.heads_alone(target, run)
@@ -123,5 +122,5 @@ def train_alone(job: Job) -> None:
             name = "EAGLE-3" if job.layers else "Medusa-1"
             title = f"{name} on {job.inputs.source}"
             draw_curves(stage.entries(), run.folder / "curves.png", title)
-            job.save(method.heads, {"steps": loop.steps, **(found or {"heldout": None})}, origin)
+            job.save(method.heads, {"steps": loop.steps, **(found or {"heldout": None})})
         job.release(method)

@@ -5,8 +5,7 @@ import pytest
 from support.observed import observed
 
 from vllm_medusa.calibration.choose import best_tree
-from vllm_medusa.calibration.search import walked_tree
-from vllm_medusa.calibration.walks import Walks
+from vllm_medusa.calibration.walks import Walks, walked_tree
 
 
 def observations(num_prompts=6):

@@ -38,7 +38,8 @@ def test_ranks_are_positions_in_the_proposers_order(monkeypatch, mapped, element
     with torch.no_grad():
         logits = heads.compute_logits(heads(states), scorer)  # [n, K, V]
         seen = observe(heads, states, labels, 5, scorer, closely)
-    order = heads.to_target_ids(stable_topk(logits, logits.shape[2]))
+    order = stable_topk(logits, logits.shape[2])
+    order = order if token_map is None else token_map[order]
     probs = logits.softmax(-1)
     tied = 0
     for row in range(COUNT):

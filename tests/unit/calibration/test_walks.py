@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_medusa.calibration.search import walk_taus, walked_tree
-from vllm_medusa.calibration.walks import Walks
+from vllm_medusa.calibration.walks import Walks, walk_taus, walked_tree
 from vllm_medusa.tree import DEFAULT_TREE, TokenTree
 
 HEADS, RANKS = 2, 3

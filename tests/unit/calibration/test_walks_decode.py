@@ -46,7 +46,8 @@ def test_walks_of_the_targets_own_text_equal_decoding(trained, tmp_path, tempera
     with Run(tmp_path / "part", {}, of=tmp_path) as run:
         observations, _ = collect(texts, heads, hidden_states, lm_head, run, end_tokens={1})
     compared = total = 0
-    for rows, steps in zip(observations.texts(), accepted, strict=True):
+    order = sorted(range(len(texts)), key=lambda text: -len(texts[text].token_ids))
+    for rows, steps in zip(observations.texts(), [accepted[text] for text in order], strict=True):
         walks = Walks([rows], TREE.paths)
         walked = (walks.jumps[walks.visited()] - 1).tolist()
         assert walked == steps[: len(walked)]

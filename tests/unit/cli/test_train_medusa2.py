@@ -19,7 +19,7 @@ from vllm_medusa.heads import load_heads
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.offline.records import load_records, split_heldout
 from vllm_medusa.training.medusa2 import DEGRADED, MODEL
-from vllm_medusa.training.quality import Quality, QualityMeter
+from vllm_medusa.training.quality import QualityMeter
 from vllm_medusa.training.target import Target
 
 K = 2
@@ -97,7 +97,8 @@ def test_reported_figures_are_measured_on_the_merged_files(source, data, done):
     ]
     assert json.loads((done / MODEL / "config.json").read_text())["dtype"] == "bfloat16"
     weight = models[1].get_output_embeddings().weight
-    heads, _ = load_heads(done, hidden_size=HIDDEN, vocab_size=VOCAB, lm_head_weight=weight)
+    heads, _ = load_heads(done, hidden_size=HIDDEN, vocab_size=VOCAB)
+    heads.store_lm_head(weight)
     _, heldout = split_heldout(load_records(data)[0], 0.2)
     right = [[] for _ in range(K)]
     kl = []
@@ -144,7 +145,9 @@ def test_a_target_that_diverged_is_kept_as_degraded(
     diverged, source, data, done, tmp_path, monkeypatch, capsys
 ):
     if diverged == "quality":
-        bad = Quality(9, 2.0, math.inf, math.nan, math.nan, 0.5)
+        bad = {"num_tokens": 9, "perplexity_before": 2.0, "top1_agreement": 0.5}
+        bad |= {"perplexity_after": math.inf, "perplexity_ratio": math.inf}
+        bad |= {"kl": math.nan, "reverse_kl": math.nan}
         monkeypatch.setattr(QualityMeter, "result", lambda _: bad)
     else:
         load = Target.load
@@ -185,7 +188,6 @@ def test_refused_before_anything_is_written(source, data, tmp_path, capsys):
         (("--max-perplexity-ratio", "0.5"), "ratio: '0.5' is not allowed; use a number from 1"),
         (("--start-heads", "h", "--lm-heads", "own"), "--lm-heads is for new heads"),
         (("--start-heads", "h", "--draft-vocab", "9"), "--draft-vocab is for new heads"),
-        (("--start-heads", "h", "--cache-dtype", "float32"), "--cache-dtype is for new heads"),
         (("--backbone-rate", "0"), "--backbone-rate: '0' is not allowed; use a number above 0"),
         (("--dtype", "float16"), "Train it with --dtype bfloat16"),
     ):
@@ -206,16 +208,13 @@ def test_a_quantized_target_is_refused(source, data, tmp_path, capsys):
 
 def test_options_of_the_warm_up_have_effect(source, data, tmp_path):
     output, cache = tmp_path / "heads", tmp_path / "cache"
-    options = (*LOOSE, "--cache", str(cache))
-    options += ("--cache-dtype", "bfloat16", "--cache-gb", "0.00002", "--warmup-steps", "1")
+    options = (*LOOSE, "--cache", str(cache), "--cache-gb", "0.00002", "--warmup-steps", "1")
     options += ("--epochs", "1", "--joint-tokens", "9999")
     assert train(source, data, output, *options) == 0
-    (key,) = cache.glob("hidden-*/key.json")
-    assert json.loads(key.read_text())["dtype"] == "torch.bfloat16"
     files = sum(path.stat().st_size for path in cache.rglob("*.bin"))
     assert 0 < files <= 20_000
     training = config_of(output)["training"]
-    assert training["cache"] == {"dtype": "torch.bfloat16", "gb": 0.00002}
+    assert training["cache_gb"] == 0.00002
     for recipe in (training["recipe"], training["joint"]):
         assert recipe["warmup_steps"] == 1
 

@@ -8,7 +8,7 @@ from support.commands import run, said
 from support.observed import observed
 
 from vllm_medusa.calibration.observations import Observations
-from vllm_medusa.calibration.search import walk_taus, walked_tree
+from vllm_medusa.calibration.walks import walk_taus, walked_tree
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
 
 

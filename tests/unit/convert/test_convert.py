@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from support import kills
 from support.conversion import convert
-from support.random_heads import HIDDEN, VOCAB, random_heads, write, write_sharded
+from support.random_heads import HIDDEN, VOCAB, random_heads, write
 
 from vllm_medusa.convert.eagle import DRAFTER_FORMATS
 from vllm_medusa.convert.job import FORMATS
@@ -200,40 +200,15 @@ def test_provenance_grows_by_one_entry(native, tmp_path):
     assert [entry["command"] for entry in entries] == [["train"], ["convert"]]
 
 
-@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
-def test_a_full_medusa_2_model_is_split(suffix, target, read, tmp_path):
-    folder, _ = target
-    base, config = read(folder)
-    plain = random_heads(3, 1)
-    stem = "pytorch_model" if suffix == "bin" else "model"
-    shards = {
-        f"{stem}-00001-of-00002.{suffix}": dict(list(base.items())[:2]),
-        f"{stem}-00002-of-00002.{suffix}": dict(list(base.items())[2:])
-        | plain.spelled("v1", "medusa_head."),
-    }
-    config = config | {"medusa_num_heads": 3, "medusa": {"tree": [[0]]}}
-    full = write_sharded(tmp_path / "full", shards, f"{stem}.{suffix}.index.json", config)
-    (full / "tokenizer.json").write_text("{}")
-    (full / "generation_config.json").write_text("{}")
-    done = convert(full, "v1", tmp_path / "heads", base=tmp_path / "base")
-    assert done.info.includes_base
-    identical(plain.spelled("v1"), read(tmp_path / "heads")[0])
-    heads_config = read(tmp_path / "heads")[1]
-    assert "architectures" not in heads_config
-    assert heads_config["medusa"]["tree"] == [[0]]
-    # the base is the heads' target: by itself, in the full checkpoint, and written separately
-    known = heads_config["medusa"]["target"]["sha256"]
-    for path in (folder, full, tmp_path / "base"):
-        assert target_fingerprint(path)["sha256"] == known
-    shards = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
-    others = {"config.json", "generation_config.json", "tokenizer.json"}
-    written = {p.name for p in (tmp_path / "base").iterdir()}
-    assert written == shards | others | {"model.safetensors.index.json"}
-    assert not [k for k in json.loads((tmp_path / "base/config.json").read_text()) if "medusa" in k]
-    done = convert(full, "vllm", tmp_path / "again")
-    assert "same checkpoint" in done.warnings[0]
-    with pytest.raises(HeadsError, match="only heads"):
-        convert(tmp_path / "heads", "v1", tmp_path / "x", base=tmp_path / "y")
+def test_heads_of_a_full_medusa_2_model(target, full, read, tmp_path):
+    done = convert(full, "v1", tmp_path / "heads")
+    assert done.info.includes_base and "same checkpoint" in done.warnings[0]
+    identical(random_heads(3, 1).spelled("v1"), read(tmp_path / "heads")[0])
+    config = read(tmp_path / "heads")[1]
+    assert "architectures" not in config
+    # the base is the heads' target: by itself and in the full checkpoint
+    known = config["medusa"]["target"]["sha256"]
+    assert all(target_fingerprint(path)["sha256"] == known for path in (target[0], full))
 
 
 def test_only_heads_are_replaced_and_only_with_overwrite(native, read, tmp_path):
@@ -276,16 +251,6 @@ def test_other_files_are_never_replaced(kind, target, full, native, read, tmp_pa
     with pytest.raises(HeadsError, match=r"has contents other than heads.*another"):
         convert(source, "vllm", out, target=target[0], overwrite=True)
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
-
-
-@pytest.mark.parametrize(
-    ("output", "base"), [("a", "a"), ("a", "a/base"), ("a/heads", "a"), ("a", "b/../a/./base")]
-)
-def test_heads_and_base_may_not_overlap(output, base, full, tmp_path):
-    for overwrite in (False, True):
-        with pytest.raises(HeadsError, match="separate folders"):
-            convert(full, "v1", tmp_path / output, base=tmp_path / base, overwrite=overwrite)
-        assert [p.name for p in tmp_path.iterdir()] == ["full"]
 
 
 def test_a_kill_leaves_no_partial_output(native, read, tmp_path):

@@ -81,16 +81,6 @@ def test_cached_states_are_moved_to_the_targets_device(states, monkeypatch):
     assert kept.read(EVERYTHING).device.type == "meta"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_once(states, dtype):
-    """Shards with equal numbers of rows: other pass shapes may differ in the last bit of fp32."""
-    full, half = states(), states(shard_bytes=40 * ROW // 2, dtype=dtype)
-    full.build()
-    half.build()
-    assert half.folder != full.folder and half.cached_bytes * 2 == full.cached_bytes
-    assert torch.equal(half.read(EVERYTHING), full.read(EVERYTHING).to(dtype).float())
-
-
 def test_building_resumes_with_the_missing_parts(states, tmp_path):
     kept = states()
     kept.build()

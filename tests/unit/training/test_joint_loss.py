@@ -16,9 +16,9 @@ from torch import Tensor
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora, losses, medusa2
-from vllm_medusa.training.losses import IGNORED, Teacher, head_losses, head_weights
+from vllm_medusa.training.losses import IGNORED, head_weights
 from vllm_medusa.training.medusa2 import Medusa2, lm_loss
-from vllm_medusa.training.method import Texts
+from vllm_medusa.training.method import Setup, Texts
 from vllm_medusa.training.options import JointOptions, LoraSettings, StepOptions
 from vllm_medusa.training.rows import cut_pieces
 from vllm_medusa.training.target import Target
@@ -93,8 +93,8 @@ class Joint:
         joint = JointOptions(lm_loss="kl" if distill else "cross-entropy")
         settings = StepOptions(labels="soft" if soft else "tokens")
         texts = Texts(RECORDS, cut_pieces(RECORDS, 1 << 31, whole=True))
-        parts = (self.target, self.adapted, self.heads, texts, texts, joint, settings)
-        return Medusa2(*parts, Workers("cpu"))
+        setup = Setup(texts, texts, settings, Workers("cpu"))
+        return Medusa2(self.target, self.adapted, self.heads, joint, setup)
 
     def ours(self, soft, distill, lambda_0, parts=1):
         method = self.method(soft, distill)
@@ -196,17 +196,8 @@ def test_only_tokens_with_a_loss_are_counted(llama, monkeypatch):
     token_map = torch.arange(0, VOCAB, 2)
     heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
     monkeypatch.setattr(llama, "heads", heads)
-    states, whole = torch.randn(37, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB)
-    drafted = torch.nn.Linear(HIDDEN, len(token_map))
-    counts = []
-    for soft in (False, True):
-        batch = llama.method(soft).collate(range(3))
-        teacher = Teacher(states, whole, batch.temperatures, token_map) if soft else None
-        parts = (heads, heads(states), batch.labels[:, 1:], torch.ones(K), drafted)
-        found = head_losses(*parts, teacher=teacher)
-        assert torch.equal(batch.counts[1:], found.counts)
-        counts.append(found.counts)
-    assert bool((counts[0] < counts[1]).all()) and bool((counts[0] > 0).all())
+    hard, soft = (llama.method(soft).collate(range(3)).counts[1:] for soft in (False, True))
+    assert bool((hard < soft).all()) and bool((hard > 0).all())
 
 
 def test_without_a_counted_token_there_is_no_loss():

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.training import lora
-from vllm_medusa.training.lora import LoraError
 from vllm_medusa.training.options import LoraSettings
+from vllm_medusa.training.target import TargetError
 
 IDS = torch.arange(3, 35).view(2, 16) * 7 % VOCAB
 
@@ -90,13 +90,13 @@ def test_chosen_layers(llama):
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused(llama, wanted, words):
-    with pytest.raises(LoraError, match=f"(?s){words}"):
+    with pytest.raises(TargetError, match=f"(?s){words}"):
         lora.attach(llama, LoraSettings(modules=("q_proj", wanted)), seed=0)
 
 
 def test_no_second_adapter(llama):
     lora.attach(llama, LoraSettings(rank=4), seed=0)
-    with pytest.raises(LoraError, match="already has an adapter"):
+    with pytest.raises(TargetError, match="already has an adapter"):
         lora.attach(llama, LoraSettings(), seed=0)
 
 

@@ -17,7 +17,7 @@ from vllm_medusa.training import lora
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.loop import Loop, NotFiniteError
 from vllm_medusa.training.medusa2 import Medusa2
-from vllm_medusa.training.method import Texts
+from vllm_medusa.training.method import Setup, Texts
 from vllm_medusa.training.options import JointOptions, LoraSettings, StepOptions
 from vllm_medusa.training.rows import Piece, cut_pieces
 from vllm_medusa.training.run import Stage, TrainingRun
@@ -84,9 +84,8 @@ class Job:
         self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
         texts = texts or records(16)
         train = Texts(texts, cut_pieces(texts, 1 << 31, whole=True))
-        parts = (self.target, self.adapted, self.heads, train)
-        parts += (Texts(kept, spans, states), joint, steps, Workers("cpu"))
-        self.method = Medusa2(*parts, bf16=bf16)
+        setup = Setup(train, Texts(kept, spans, states), steps, Workers("cpu"), bf16)
+        self.method = Medusa2(self.target, self.adapted, self.heads, joint, setup)
         self.loop = Loop(self.method, Stage(self.run), **changes)
         self.loop.resume()
 

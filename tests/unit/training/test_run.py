@@ -104,14 +104,6 @@ def test_a_complete_run_has_nothing_to_do(tmp_path):
         assert [path.name for path in run.folder.iterdir()] == ["run.json"]
 
 
-def test_one_process_at_a_time(tmp_path):
-    with (
-        TrainingRun(tmp_path / "heads", {}),
-        pytest.raises(FileRefused, match="heads: another process"),
-    ):
-        TrainingRun(tmp_path / "heads", {})
-
-
 def test_other_folders_are_left_alone(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.tex").write_text("x")

@@ -25,9 +25,9 @@ TALK = [{"role": "user", "content": "Is it user?"}, {"role": "assistant", "conte
 )  # fmt: skip
 def test_user_turns_are_generated(template, opening, end):
     tokenizer = chat.tokenizer(template)
-    turn = user_turn(TALK, tokenizer)
-    assert tokenizer.decode(turn.prompt) == opening
-    assert tokenizer.convert_ids_to_tokens(turn.end) == end
+    prompt, token = user_turn(TALK, tokenizer)
+    assert tokenizer.decode(prompt) == opening
+    assert tokenizer.convert_ids_to_tokens(token) == end
     require_self_talk(tokenizer)
 
 

@@ -7,6 +7,7 @@ import accelerate
 import pytest
 import torch
 
+from vllm_medusa.training.options import MachineOptions
 from vllm_medusa.training.workers import Workers, usable
 
 
@@ -28,3 +29,9 @@ def test_an_absent_device_is_named():
     missing = "xpu" if torch.cuda.is_available() else "cuda"
     with pytest.raises(ValueError, match=rf"--device {missing} can't be used here.*Use cpu"):
         usable(missing)
+
+
+@pytest.mark.parametrize("device", ["zz", "cuda:x"])
+def test_a_device_that_is_none_is_refused(device):
+    with pytest.raises(ValueError, match=f"device is '{device}'; use auto, cpu, cuda"):
+        MachineOptions(device=device)
