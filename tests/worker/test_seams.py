@@ -121,7 +121,7 @@ OVERRIDES = {
     "MedusaCPUWorker": {"init_device"},
     "TreeMetadataBuilder": {"build"},
     "TreeAttentionBackend": {"get_impl_cls", "get_builder_cls"},
-    "TreeAttentionImpl": {"__init__", "forward"},
+    "TreeAttentionImpl": {"__init__"},
     "TreeSpeculator": {"__init__", "load_draft_model", "set_attn", "propose", "capture"},
     "EagleTreeDrafter": {"__init__", "load_model", "dummy_run"},  # on V1
     "TreeModelState": {

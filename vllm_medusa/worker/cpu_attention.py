@@ -94,7 +94,9 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         """Build vLLM's metadata; with a `step`, for its plain requests only."""
         step, common = self.step, common_attn_metadata
         if step is None or not step.branches.any():
+            self._expect(with_trees=False)
             return super().build(common_prefix_len, common, fast_build)
+        self._expect(with_trees=True)
         is_tree = step.branches
         starts = common.query_start_loc_cpu.numpy()
         plain, rows = None, None
@@ -117,12 +119,26 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         self, common: CommonAttentionMetadata, seen: Tensor, base: Tensor
     ) -> TreeMetadata:
         """One level of a drafter's trees: ``seen`` bool [B, queries, S], ``base`` int64 [B]."""
+        self._expect(with_trees=True)
 
         def plan(layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
             assert window is None, "drafters with a window are refused"
             return plan_branches(seen, base, common.block_table_tensor, layout, num_heads)
 
         return TreeMetadata.of(common, plan)
+
+    @functools.cached_property
+    def _impls(self) -> list[Any]:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        return [layers[name].impl for name in self.layer_names]
+
+    def _expect(self, *, with_trees: bool) -> None:
+        """Let the layers attend with trees, or by vLLM's own method, without a call of ours."""
+        for impl in self._impls:
+            if with_trees:
+                impl.forward = impl.attend
+            elif "forward" in impl.__dict__:
+                del impl.forward
 
 
 def _part(
@@ -176,7 +192,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             )
         kernel()  # fail at start-up without a compiler
 
-    def forward(
+    def attend(
         self,
         layer: Any,
         query: Tensor,
@@ -189,9 +205,9 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attend: query [T, Hq, D] over ``kv_cache``, which already holds this step's keys."""
-        if not isinstance(attn_metadata, TreeMetadata):
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output,
+        if not isinstance(attn_metadata, TreeMetadata):  # a dummy step, which builds none
+            return type(self).forward(
+                self, layer, query, key, value, kv_cache, attn_metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
         rows = attn_metadata.plain_rows

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_medusa.proposer.steps import MIN_SURVIVAL
@@ -36,6 +35,7 @@ class MedusaModelRunner(CPUModelRunner):
     """vLLM's CPU runner, verifying trees instead of chains."""
 
     trees: Trees
+    speculative_config: Any
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
@@ -46,7 +46,6 @@ class MedusaModelRunner(CPUModelRunner):
         self._drafts = TreeDrafts([], [])  # to be sent to the scheduler
         # some request had a grammar: the scheduler then forces drafts, and counts steps without
         self._had_grammar = False
-        self._without_drafts: dict[int, SpecDecodeMetadata] = {}  # of steps with B rows
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target without heads in its checkpoint, then the heads (vLLM does both)."""
@@ -85,11 +84,15 @@ class MedusaModelRunner(CPUModelRunner):
         return np.array([self._slots[req_id] for req_id in self.input_batch.req_ids])
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        logits_indices, spec_metadata, _ = prepared
         if not scheduler_output.scheduled_spec_decode_tokens:
             self.trees.end()
-            return prepared
+            config, self.speculative_config = self.speculative_config, None
+            try:  # a step without drafts is prepared as plain vLLM's
+                return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+            finally:
+                self.speculative_config = config
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        logits_indices, spec_metadata, _ = prepared
         self.trees.chosen_parents = tree_parents(scheduler_output)
         num_nodes = np.asarray(spec_metadata.num_draft_tokens, dtype=np.int64) + 1
         step = self.trees.begin(
@@ -107,37 +110,6 @@ class MedusaModelRunner(CPUModelRunner):
             for positions in self.mrope_positions.gpu if self.uses_mrope else ():
                 self.trees.write_positions(positions, positions[roots])
         return prepared
-
-    def _calc_spec_decode_metadata(
-        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
-    ) -> SpecDecodeMetadata:
-        """As in vLLM, except for steps without drafts, which only need last rows."""
-        count = len(num_draft_tokens)
-        is_decode = int(cu_num_scheduled_tokens[-1]) == count  # one row per request
-        if is_decode and (known := self._without_drafts.get(count)) is not None:
-            return known
-        if num_draft_tokens.any():
-            return super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
-        metadata = self._metadata_without_drafts(num_draft_tokens, cu_num_scheduled_tokens)
-        if is_decode:
-            self._without_drafts[count] = metadata
-        return metadata
-
-    @staticmethod
-    def _metadata_without_drafts(
-        num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
-    ) -> SpecDecodeMetadata:
-        ends, nothing = torch.from_numpy(cu_num_scheduled_tokens), torch.empty(0, dtype=torch.int32)
-        count = torch.zeros(len(num_draft_tokens), dtype=torch.int32)
-        return SpecDecodeMetadata(
-            draft_token_ids=nothing,
-            num_draft_tokens=num_draft_tokens.tolist(),
-            cu_num_draft_tokens=count,
-            cu_num_sampled_tokens=count,
-            target_logits_indices=nothing,
-            bonus_logits_indices=nothing,
-            logits_indices=ends - 1,
-        )
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         step = self.trees.step
