@@ -332,7 +332,7 @@ def test_a_client_that_never_reads(server: Server, offline: dict[str, list[Answe
     [
         ({"budget": "x"}, "budget is 'x'; use \"auto\""),
         ({"tree": "x"}, "no preset or file 'x'"),
-        ({"method": "ngram"}, "--speculative-config['method'] is 'ngram'"),
+        ({"method": "ngram"}, "--speculative-config['method'] = 'ngram'"),
     ],
 )
 def test_refusals_have_no_traceback(

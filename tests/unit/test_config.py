@@ -222,7 +222,7 @@ class TestMedusaConfig:
                 )
             ],
             ({"budget": 7, "tree": [[0]]}, 'budget is 7, .* a static "tree" is set too'),
-            ({"lookup": True, "tree": [[0]]}, "static.*leave one of them out"),
+            ({"lookup": True, "tree": [[0]]}, "static.*omit one of them"),
             ({"lookup": True, "revision": "main"}, '"model".*no heads|no heads.*"model"'),
             ({"lookup": 3}, "lookup is 3.*true or false"),
             ({"acceptance": "typcal"}, "Medusa acceptance mode is 'typcal'"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.attention import visible_keys
 from torch import Tensor
 
 pytest.importorskip("vllm")
@@ -17,7 +18,7 @@ from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MAX_SEQS, NODES, T
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_medusa.scorer.reference import attention_reference, visible_keys
+from vllm_medusa.scorer.reference import attention_reference
 from vllm_medusa.worker.cuda_attention import TreeAttentionBackend, compact_group
 
 CHUNK = range(-1, 4)  # the parents of its rows
@@ -65,7 +66,7 @@ class TestLayer:
             (slice(NODES, NODES + 5), slice(chunk, chunk + 17), visible_keys(12, CHUNK, window)),
         ):
             keys, values = tokens[slots].double().split(DIM, -1)
-            expected, _ = attention_reference(
+            expected = attention_reference(
                 query[rows], keys * factors[0], values * factors[1], seen, 0.3,
                 changes.get("logits_soft_cap", 0.0), changes.get("sinks"),
             )  # fmt: skip

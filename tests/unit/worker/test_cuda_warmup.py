@@ -114,7 +114,10 @@ def test_acceptance(dtype, vocab, dynamic):
     tree = TokenTree.dense([15, 16])
     nodes, static = tree.num_nodes, TreeTensors.from_tree(tree)
     drafted: Any = SimpleNamespace(
-        static=None, _max_depth=tree.max_depth, parents=static.parents.clamp_min(-1).repeat(16, 1)
+        static=None,
+        _on_host=False,
+        _max_depth=tree.max_depth,
+        parents=static.parents.clamp_min(-1).repeat(16, 1),
     )
 
     def trees(batch):
