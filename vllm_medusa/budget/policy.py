@@ -96,7 +96,7 @@ class Auto:
         cost: StepCost,
         acceptance: Acceptance,
         max_drafts: int,
-        num_heads: int = 1,
+        top_limit: int = 1,
         *,
         even: bool = False,
     ) -> None:
@@ -106,14 +106,16 @@ class Auto:
             cost: step costs.
             acceptance: acceptance of drafts.
             max_drafts: max draft nodes per request.
-            num_heads: number of heads; 0: drafts can only be copied.
+            top_limit: limit above which drafting takes no longer, as the number of heads;
+                0: drafts can only be copied.
             even: whether every request gets the limit, decided before drafting.
 
         """
         self.cost, self.acceptance = cost, acceptance
-        self.max_drafts, self.num_heads, self.even = max_drafts, num_heads, even
-        ends = [n for n in RANGE_ENDS if n < (max_drafts if even else min(num_heads, max_drafts))]
-        self.limits = [*ends, max_drafts] if num_heads or even else []
+        self.max_drafts, self.top_limit, self.even = max_drafts, top_limit, even
+        highest = max_drafts if even else min(top_limit, max_drafts)
+        ends = [n for n in RANGE_ENDS if n < highest]
+        self.limits = [*ends, max_drafts] if top_limit or even else []
         self.drafting = False
         self.trials = 0
         self.turn = 0  # of the alternatives, to try them in turn
@@ -205,7 +207,7 @@ class Auto:
 
     def share_of(self, limits: Any) -> Any:
         """Share of the heads that must run to draft that many nodes per request."""
-        return np.minimum(limits, self.num_heads) / max(self.num_heads, 1)
+        return np.minimum(limits, self.top_limit) / max(self.top_limit, 1)
 
     def observe(
         self, rows: int, requests: int, heads: float, ms: float, tokens: float = 0.0

@@ -58,6 +58,16 @@ class DynamicTree:
         return self.num_nodes - 1
 
     @property
+    def top_limit(self) -> int:
+        """Drafts per request beyond which drafting takes no longer.
+
+        A head runs for each depth; a beam expands more nodes for more drafts, up to its width.
+        """
+        if isinstance(self.pool, Beam):
+            return self.pool.width * max(self.pool.depth - 1, 1)
+        return self.max_depth
+
+    @property
     def max_depth(self) -> int:
         """Number of heads that the pool uses."""
         return self.pool.max_depth

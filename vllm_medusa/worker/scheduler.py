@@ -35,7 +35,7 @@ from vllm_medusa.budget.policy import Auto, Fixed
 from vllm_medusa.budget.store import CostStore
 from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.tree.drafts import FROM_LOOKUP
-from vllm_medusa.tree.dynamic import Beam
+from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.clock import PipelinedClock, Step, StepClock
 from vllm_medusa.worker.drafts import Draft, survival_of
@@ -98,8 +98,9 @@ class TreeScheduler(Scheduler):
         if problem:
             compat.logger.info("Measuring step costs again: %s", problem)
         acceptance = Acceptance(options.taus or USUAL_TAUS)
-        num_heads = options.tree.max_depth
-        return Auto(cost, acceptance, self.max_drafts, num_heads, even=self.ahead)
+        assert isinstance(options.tree, DynamicTree)
+        top_limit = options.tree.top_limit
+        return Auto(cost, acceptance, self.max_drafts, top_limit, even=self.ahead)
 
     def add_request(self, request: Request) -> None:
         """Add a request; its accepted drafts are counted by depth."""

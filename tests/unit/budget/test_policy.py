@@ -191,7 +191,7 @@ def test_heads_do_not_run_for_drafts_that_stay_unused():
 
 
 def test_copied_drafts_are_used_without_heads():
-    policy = Auto(StepCost(64), Acceptance((1.05,)), 8, num_heads=0)
+    policy = Auto(StepCost(64), Acceptance((1.05,)), 8, top_limit=0)
     for _ in range(50):
         policy.observe(5, 1, 0.0, 11.0, 4.0)
         policy.observe(1, 1, 0.0, 10.0, 1.0)
