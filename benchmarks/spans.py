@@ -88,9 +88,10 @@ def hook_engine(llm: Any) -> Spans:
     drafting = "drafting, rest"
     in_heads = {drafting: "heads' LM head", "heads' LM head": "heads' LM head"}
     spans.hook(runner.model, "compute_logits", "LM head", within=in_heads)
-    for layer in runner.compilation_config.static_forward_context.values():
-        if hasattr(layer, "impl"):
-            spans.hook(layer.impl, "forward", "attention")
+    layers = runner.compilation_config.static_forward_context.values()
+    for kind in {type(layer.impl) for layer in layers if hasattr(layer, "impl")}:
+        spans.hook(kind, "forward", "attention")
+        spans.hook(kind, "attend", "attention")  # of steps with trees
     speculates = runner.speculative_config is not None
     spans.hook(runner, "_sample", "verification" if speculates else "sampling")
     spans.hook(runner, "propose_draft_token_ids", drafting)
