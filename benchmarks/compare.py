@@ -35,7 +35,6 @@ from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.options import Positive, option
 
 AUTOMATIC = "automatic"
-AUTOMATIC_LOOKUP = "automatic+lookup"
 Form = Literal[
     "automatic",
     "automatic+lookup",
@@ -107,7 +106,7 @@ def arms(folders: list[Path], options: CompareOptions, progress: Progress) -> li
     for folder in folders:
         for form in (form for form in options.forms if form != "ngram"):
             sizes = options.chain if form in ("chain", "stock") else options.nodes
-            for size in (0,) if form in (AUTOMATIC, AUTOMATIC_LOOKUP) else sizes:
+            for size in (0,) if form.startswith(AUTOMATIC) else sizes:
                 if arm := arm_of(folder, form, size):
                     found.append(arm)
                 else:
@@ -179,12 +178,12 @@ def best_beside_automatic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each load: the automatic budget, and the best of plain vLLM and the other arms."""
     measured, found = [row for row in rows if "ratio_quartiles" in row], []
     for row in measured:
-        if row["form"] in (AUTOMATIC, AUTOMATIC_LOOKUP):
+        if row["form"].startswith(AUTOMATIC):
             keys = ("drafter", "temperature", "batch", "texts")
             others = [("plain", 1.0)] + [
                 (other["arm"], other["ratio"])
                 for other in measured
-                if other["form"] not in (AUTOMATIC, AUTOMATIC_LOOKUP)
+                if not other["form"].startswith(AUTOMATIC)
                 and all(other[key] == row[key] for key in keys)
             ]
             best, ratio = max(others, key=lambda other: other[1])

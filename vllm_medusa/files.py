@@ -67,8 +67,10 @@ class Run:
                     before = read_json(begun).get("settings")
                 if before != settings and not restart:
                     changes = "; ".join(differences(before or {}, settings))
-                    why = f"{of} holds results of other settings: {changes}"
-                    raise FileRefused(f"{why if changes else f'{begun} can not be read'}. {remedy}")
+                    why = f"{begun} can't be read"
+                    if changes:
+                        why = f"{of} holds results of other settings: {changes}"
+                    raise FileRefused(f"{why}. {remedy}")
             self.resumed = before == settings
             if not self.resumed:
                 known = ("lock", begun.name, aside(begun).name)

@@ -14,7 +14,7 @@ CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes of
 
 @functools.cache
 def cpu_library() -> Any:
-    """The C++ kernels, compiled for this machine (about six seconds) and cached by torch.
+    """The C++ kernels, compiled for this machine (about eight seconds) and cached by torch.
 
     Uses torch's compiler driver, as `torch.compile` does.
 

@@ -41,5 +41,22 @@ def visible_keys(context: int, parents: Sequence[int], window: int | None = None
 def gather_tokens(kv_cache: Tensor, isa: str, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Read whole tokens: keys and values, each [..., num_kv_heads, head_size] for slots [...]."""
     layout = CacheLayout.of(kv_cache, isa)
-    tokens = layout.flat(kv_cache)[layout.element_offsets(slots.to(torch.int64))]
+    tokens = flat(layout, kv_cache)[element_offsets(layout, slots.to(torch.int64))]
     return tokens[..., 0, :], tokens[..., 1, :]
+
+
+def flat(layout: CacheLayout, kv_cache: Tensor) -> Tensor:
+    """View all elements of the cache as one row."""
+    span = (kv_cache.shape[0] - 1) * layout.block_stride + 2 * layout.num_kv_heads * layout.half
+    return kv_cache.as_strided((span,), (1,))
+
+
+def element_offsets(layout: CacheLayout, slots: Tensor) -> Tensor:
+    """Offsets in it of all elements of the tokens in ``slots`` [...].
+
+    int64 [..., num_kv_heads, 2, head_size], keys before values.
+    """
+    block = torch.div(slots, layout.block_size, rounding_mode="floor")
+    token = layout.token_offsets[:, slots - block * layout.block_size]  # [2, ...]
+    start = (block * layout.block_stride + token).movedim(0, -1)  # [..., 2]
+    return start[..., None, :, None] + layout.channel_offsets

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from support import paged_batches
+from support.attention import element_offsets, flat
 from support.random_trees import random_parents
 from vllm_medusa.scorer.cpu import AttentionPlan, plan_trees, tree_attention
 from vllm_medusa.scorer.layout import CacheLayout
@@ -80,7 +81,7 @@ def make_case(
     kv_cache = torch.full((blocks, heads, block, 2 * dim), torch.nan, dtype=paged.query.dtype)
     layout = CacheLayout.of(kv_cache, isa)
     tokens = torch.stack((paged.key_cache, paged.value_cache), 3).flatten(0, 1)
-    layout.flat(kv_cache)[layout.element_offsets(torch.arange(blocks * block))] = tokens
+    flat(layout, kv_cache)[element_offsets(layout, torch.arange(blocks * block))] = tokens
     chosen = torch.tensor([request.is_tree for request in requests])
     tree, base = _batch(paged.parents[chosen], sizes), torch.tensor(bases)
     starts = paged.batch.cu_query_lens[:-1][chosen].long()

@@ -141,7 +141,7 @@ def test_a_run_depends_on_its_settings(tmp_path):
     assert (folder / "part").exists()
     out.write_text("results")
     (folder / "run.json").write_text("torn")
-    with pytest.raises(FileRefused, match=r"run\.json can not be read"):
+    with pytest.raises(FileRefused, match=r"run\.json can't be read"):
         files.Run(folder, {}, of=out)
     assert (folder / "part").exists()
     with files.Run(folder, {"a": 2}, of=out, restart=True, clear=out) as run:

@@ -5,7 +5,7 @@ import torch
 
 vllm_platforms = pytest.importorskip("vllm.platforms")
 
-from support.attention import gather_tokens, visible_keys  # noqa: E402
+from support.attention import element_offsets, flat, gather_tokens, visible_keys  # noqa: E402
 from support.paged_trees import random_tree_batch  # noqa: E402
 
 from vllm_medusa.kv import copy_slots  # noqa: E402
@@ -77,7 +77,7 @@ def test_copied_tokens_equal_stored_ones(isa):
     store(moved, isa, keys, values, torch.arange(128))
     src, dst = torch.tensor([35, 40, 69, 7]), torch.tensor([33, 35, 64, 7])
     layout = CacheLayout.of(moved, isa)
-    copy_slots(layout.flat(moved), *map(layout.element_offsets, (src, dst)))
+    copy_slots(flat(layout, moved), *(element_offsets(layout, each) for each in (src, dst)))
     stored = torch.zeros_like(moved)
     where = torch.arange(128)
     where[dst] = src

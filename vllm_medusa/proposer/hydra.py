@@ -2,7 +2,7 @@
 
 A step drafts a few nodes, so its time is that of reading the heads' weights and of some hundred
 small operations in torch. The kernel reads weights of one byte (unless the model is in fp32) and is
-one call: on two cores it takes a third of the time of `build.of_beam` with packed heads.
+one call: for 7 drafts of SmolLM2 on two cores 1.0 ms, `build.of_beam` with packed heads 1.8 ms.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class HydraBeam:
     ) -> None:
         assert heads.lm_head_weight is not None
         levels, size = heads.num_heads, heads.hidden_size
-        self.num_heads, self.token_map = levels, heads.token_map
+        self.token_map = heads.token_map
         self._kept: list[Any] = [embedding]  # keeps the pointers valid
         small = heads.lm_head_weight.dtype != torch.float32
         first = []

@@ -99,18 +99,3 @@ class CacheLayout:
             inner = (d * self.block_size, d)
         halves = torch.arange(2 * self.num_kv_heads).view(-1, 2, 1) * self.half
         return halves + torch.stack(inner)
-
-    def flat(self, kv_cache: Tensor) -> Tensor:
-        """View all elements of the cache as one row; offsets above are in elements."""
-        span = (kv_cache.shape[0] - 1) * self.block_stride + 2 * self.num_kv_heads * self.half
-        return kv_cache.as_strided((span,), (1,))
-
-    def element_offsets(self, slots: Tensor) -> Tensor:
-        """Offsets of all elements of the tokens in ``slots`` [...].
-
-        int64 [..., num_kv_heads, 2, head_size], keys before values.
-        """
-        block = torch.div(slots, self.block_size, rounding_mode="floor")
-        token = self.token_offsets[:, slots - block * self.block_size]  # [2, ...]
-        start = (block * self.block_stride + token).movedim(0, -1)  # [..., 2]
-        return start[..., None, :, None] + self.channel_offsets

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention import gather_tokens
+from support.attention import element_offsets, flat, gather_tokens
 
 from vllm_medusa.kv import copy_slots
 from vllm_medusa.scorer.layout import SUPPORTED_ISAS, CacheLayout
@@ -16,7 +16,7 @@ def numbered_cache(isa: str, blocks: int = 4, dtype: torch.dtype = torch.float32
 
 def copy_tokens(cache: torch.Tensor, isa: str, src: torch.Tensor, dst: torch.Tensor) -> None:
     layout = CacheLayout.of(cache, isa)
-    copy_slots(layout.flat(cache), *map(layout.element_offsets, (src, dst)))
+    copy_slots(flat(layout, cache), *(element_offsets(layout, each) for each in (src, dst)))
 
 
 @pytest.mark.parametrize("isa", SUPPORTED_ISAS)
