@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+FUSED_WIDTH = 4096
 CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes of the C++ kernels
 
 
@@ -42,6 +45,32 @@ def cpu_library() -> Any:
             "trees on CPUs are drafted and verified by C++ kernels, which need a C++ compiler "
             "as torch.compile does: install g++ (Debian: apt install g++), or set CXX"
         ) from error
+
+
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` for functions of wide rows; the number of rows may vary.
+
+    Runs as written where the first argument has rows of fewer than `FUSED_WIDTH` elements, for
+    which compiling (some seconds) does not pay, and where there is no C++ compiler.
+    """
+    compiled = torch.compile(function)
+    failed = False
+
+    @functools.wraps(function)
+    def call(rows: Tensor, *others: Tensor) -> Any:
+        nonlocal failed
+        if not failed and rows.shape[-1] >= FUSED_WIDTH:
+            for given in (rows, *others):
+                torch._dynamo.maybe_mark_dynamic(given, 0)
+            try:
+                return compiled(rows, *others)
+            except torch._inductor.exc.InductorError as error:
+                if "compiler" not in str(error):
+                    raise
+                failed = True
+        return function(rows, *others)
+
+    return call
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from vllm_medusa.heads.eagle_model import EagleDrafter
 from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.kernels import fused
 
 IGNORED = -100  # not a label
 CHUNK = 256  # positions per chunk of logits
@@ -119,13 +120,12 @@ class Teacher:
     def after(self, start: int, stop: int, num_heads: int) -> Tensor:
         """For the tokens after rows start + 1 ...: fp32 [stop - start + num_heads - 1, V_draft]."""
         rows = slice(start + 1, stop + num_heads)
-        logits = self.lm_head(self.states[rows]).float()
+        logits = self.lm_head(self.states[rows])
         temperature = self.temperatures[rows, None].clamp(min=1e-4)  # 0: see `labels_of`
-        if self.token_map is None:
-            soft = (logits / temperature).softmax(-1)
-        else:  # tokens outside count in the softmax, although heads can't draft them
-            logits = logits / temperature
-            soft = (logits[:, self.token_map] - logits.logsumexp(-1, keepdim=True)).exp()
+        # Tokens outside the draft vocabulary count in the sum, although heads can't draft them.
+        total = _log_sum(logits, temperature)
+        drafts = logits if self.token_map is None else logits[:, self.token_map]
+        soft = _probabilities(drafts, temperature, total)
         lacking = stop - start + num_heads - 1 - len(soft)  # at the end, without labels
         return F.pad(soft, (0, 0, 0, lacking)) if lacking else soft
 
@@ -133,9 +133,7 @@ class Teacher:
         """Replace the distribution by the token itself where the text was decoded greedily."""
         if not self.any_greedy:
             return soft
-        sure = (label != IGNORED).to(soft)[:, None]
-        hot = torch.zeros_like(soft).scatter_(1, label.clamp(min=0)[:, None], sure)
-        return torch.where(self.greedy[rows, None], hot, soft)
+        return torch.where(self.greedy[rows, None], _one_hot(label, soft.shape[-1]), soft)
 
 
 class _ChunkedLosses(torch.autograd.Function):
@@ -167,9 +165,7 @@ class _ChunkedLosses(torch.autograd.Function):
                 continue  # skip prompts; on a device this check would sync
             after = None if teacher is None else teacher.after(rows.start, rows.stop, count)
             for head in range(count):
-                label, soft = labels[rows, head], None
-                if teacher is not None and after is not None:
-                    soft = teacher.labels_of(after[head : head + len(label)], rows, label)
+                label, counts = labels[rows, head], valid[rows, head, None]
                 slot = head if weight is not None and len(weight) > 1 else 0
                 places: list[Any] = [(rows, head), slot, slot]
                 leaves = [
@@ -177,14 +173,18 @@ class _ChunkedLosses(torch.autograd.Function):
                     for t, place, grad in zip((x, weight, bias), places, grads, strict=True)
                 ]
                 with torch.enable_grad():
-                    logits = _logits(leaves, lm_head).float()
-                    entropy = _cross_entropy(logits, label, valid[rows, head], soft)
-                sums[head] += entropy.detach()
+                    logits = _logits(leaves, lm_head)
+                if teacher is None or after is None:
+                    soft = _one_hot(label, logits.shape[-1])
+                else:
+                    soft = teacher.labels_of(after[head : head + len(label)], rows, label)
+                entropy, gradient_of_logits = _cross_entropy(logits.detach(), soft * counts)
+                sums[head] += entropy.sum()
                 wanted = [i for i, grad in enumerate(grads) if grad is not None]
                 if not wanted:
                     continue
                 inputs = [leaf for i in wanted if (leaf := leaves[i]) is not None]
-                found = torch.autograd.grad(entropy, inputs)
+                found = torch.autograd.grad(logits, inputs, gradient_of_logits)
                 for i, gradient in zip(wanted, found, strict=True):
                     grads[i][places[i]] += gradient.float() * weights[head]  # type: ignore[index]
         ctx.save_for_backward(*(None if g is None else g.to(x.dtype) for g in grads))
@@ -207,11 +207,35 @@ def _logits(leaves: list[Tensor | None], lm_head: LMHead | None) -> Tensor:
     return lm_head(state)
 
 
-def _cross_entropy(logits: Tensor, label: Tensor, valid: Tensor, soft: Tensor | None) -> Tensor:
-    """Sum over rows: logits fp32 [n, V], label int64 [n], valid bool [n], soft [n, V] -> scalar."""
-    if soft is None:
-        label = label.masked_fill(~valid, IGNORED)
-        return F.cross_entropy(logits, label, ignore_index=IGNORED, reduction="sum")
-    mass = soft.sum(-1)  # below 1 with a token map
-    entropy = mass * logits.logsumexp(-1) - (soft * logits).sum(-1)
-    return entropy.masked_fill(~valid, 0.0).sum()
+def _one_hot(label: Tensor, size: int) -> Tensor:
+    """Label int64 [n], `IGNORED` if none -> fp32 [n, size]."""
+    hot = torch.zeros(len(label), size, device=label.device)
+    sure = (label != IGNORED).to(hot)[:, None]
+    return hot.scatter_(1, label.clamp(min=0)[:, None], sure)
+
+
+# One pass over a row of logits instead of up to ten: `fused` compiles these for large vocabularies.
+
+
+@fused
+def _log_sum(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Logits [n, V] of any float dtype, fp32 [n, 1] -> fp32 [n, 1]."""
+    return (logits.float() / temperature).logsumexp(-1, keepdim=True)
+
+
+@fused
+def _probabilities(logits: Tensor, temperature: Tensor, total: Tensor) -> Tensor:
+    """Logits [n, V], fp32 [n, 1] twice -> fp32 [n, V]."""
+    return (logits.float() / temperature - total).exp()
+
+
+@fused
+def _cross_entropy(logits: Tensor, soft: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [n, V], labels fp32 [n, V] -> fp32 [n, 1], its gradient as the logits.
+
+    The labels' sum is below 1 with a token map, and 0 for rows that do not count.
+    """
+    values, mass = logits.float(), soft.sum(-1, keepdim=True)
+    total = values.logsumexp(-1, keepdim=True)
+    entropy = mass * total - (soft * values).sum(-1, keepdim=True)
+    return entropy, (mass * (values - total).exp() - soft).to(logits.dtype)
