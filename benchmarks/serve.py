@@ -8,8 +8,8 @@ the same prompts, seeds and arrivals: A B C A, then in reverse. Plain vLLM has t
 difference is noise. Requests are sent and timed by vLLM's own `vllm bench
 serve`; answers must equal plain vLLM's.
 
-A token's time is a request's time after its first token, divided by the number of these tokens:
-tokens accepted together arrive together. A gap is the time between two such arrivals.
+TPOT is a request's time after its first token, divided by the number of these tokens. Tokens
+accepted together arrive together; ITL is the time between two such arrivals.
 """
 
 from __future__ import annotations
