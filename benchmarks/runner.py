@@ -196,7 +196,7 @@ def _draw(document: dict[str, Any], cases: dict[str, Case], path: Path) -> None:
         if case.plot is not None:
             try:
                 draw(document["cases"][name]["rows"], case.plot, picture)
-            except Exception as error:  # don't lose a run because of a plot
+            except Exception as error:  # do not lose a run because of a plot
                 Lines().note(f"no plot: {type(error).__name__}: {error}")
 
 

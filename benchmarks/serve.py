@@ -8,8 +8,8 @@ the same prompts, seeds and arrivals: A B C A, then in reverse. Plain vLLM has t
 difference is noise. Requests are sent and timed by vLLM's own `vllm bench
 serve`; answers must equal plain vLLM's.
 
-A token's time is a request's time after its first token, divided by the number of these tokens:
-tokens accepted together arrive together. A gap is the time between two such arrivals.
+TPOT is a request's time after its first token, divided by the number of these tokens. Tokens
+accepted together arrive together; ITL is the time between two such arrivals.
 """
 
 from __future__ import annotations
@@ -324,11 +324,11 @@ CASE = Case(
         "load": ("requests", ""),
         "arm": ("server", ""),
         "tokens_per_second": ("tokens/s", ".1f"),
-        "ttft_p50": ("first token ms, p50", ".0f"),
+        "ttft_p50": ("TTFT ms, p50", ".0f"),
         "ttft_p99": ("p99", ".0f"),
-        "token_p50": ("ms per token, p50", ".0f"),
+        "token_p50": ("TPOT ms, p50", ".0f"),
         "token_p99": ("p99", ".0f"),
-        "gap_p50": ("gap ms, p50", ".0f"),
+        "gap_p50": ("ITL ms, p50", ".0f"),
         "gap_p99": ("p99", ".0f"),
         "requests": ("answers equal to plain vLLM's", ""),
     },

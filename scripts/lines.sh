@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lines of Python in the package, the tests, the benchmarks and the demo, and in their folders.
+# Count the lines of Python in the package, the tests, the benchmarks, the demo and their folders.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 lines() { find "$1" -name '*.py' -exec cat {} + | wc -l; }

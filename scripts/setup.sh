@@ -120,7 +120,7 @@ main() {
     if [[ ! -x "$VENV/bin/python" ]] || ! new_enough "$VENV/bin/python" ||
         ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
         say "creating $VENV with $("$python" -V)"
-        "$python" -m venv --clear "$VENV" || die "$python cannot create a virtual environment." \
+        "$python" -m venv --clear "$VENV" || die "$python can't create a virtual environment." \
             "On Debian and Ubuntu: sudo apt install $("$python" -c \
                 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
     fi

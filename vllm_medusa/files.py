@@ -283,7 +283,7 @@ def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bo
 
 
 def refuse_strangers(folder: Path, ours: Sequence[str]) -> None:
-    """Refuse to overwrite a folder with files that don't match ``ours``; "NAME/" is a folder.
+    """Refuse to overwrite a folder with files that do not match ``ours``; "NAME/" is a folder.
 
     Raises FileRefused: with some of the files that would be deleted.
     """

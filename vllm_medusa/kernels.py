@@ -78,7 +78,7 @@ def uses_kernel(device_type: str) -> bool:
     """Whether to use Triton on a device: on a GPU, and on a CPU in interpreter mode.
 
     Raises:
-        ImportError: Triton is required and isn't installed.
+        ImportError: Triton is required and is not installed.
 
     """
     installed = find_spec("triton") is not None
@@ -86,7 +86,7 @@ def uses_kernel(device_type: str) -> bool:
         return installed and interpreted()
     if not installed:
         raise ImportError(
-            f"Medusa on {device_type} requires Triton, which isn't installed. Install it with "
+            f"Medusa on {device_type} requires Triton, which is not installed. Install it with "
             "`pip install triton`."
         )
     return True

@@ -77,7 +77,7 @@ class Decoder:
     """The state of B requests and one step of all of them.
 
     With ``planted`` tokens and targets, every step gets the same batch and accepts the same path,
-    so it can be repeated for timing: lengths don't change, and proposals are discarded.
+    so it can be repeated for timing: lengths do not change, and proposals are discarded.
     """
 
     def __init__(

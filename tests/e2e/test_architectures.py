@@ -17,7 +17,7 @@ from support.models import VOCAB, save_model, save_random_heads
 from support.planted import planted
 from support.reference import assert_chaotic, differing, plain_greedy
 from support.runner import ON_V2, compaction, on_v1, sized
-from support.spies import assert_told, mean_accepted, recorded_steps
+from support.spies import assert_reported, mean_accepted, recorded_steps
 from vllm import LLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
@@ -118,7 +118,7 @@ def assert_equal(
         unmoved = complete(llm, reference.prompts, greedy(TOKENS))
         assert kv_groups(llm) == groups
     assert differing(reference.completions, got) == []
-    assert_told(steps, reference.prompts, got)
+    assert_reported(steps, reference.prompts, got)
     assert sum(moves) > sized(0.7, 0.5) * len(moves) and mean_accepted(steps) > sized(1.5, 1.0)
     assert len(differing(reference.completions, unmoved)) > 0.6 * len(reference.prompts)
 

@@ -1,7 +1,7 @@
 """In bf16, products of trees and of single rows are rounded differently, so tokens may differ.
 
 They may differ only where the target has a near-tie: the first differing token must
-have almost the logit of plain vLLM's best token. The later text is different.
+have almost the logit of plain vLLM's best token. Tokens after it are not compared.
 """
 
 from __future__ import annotations

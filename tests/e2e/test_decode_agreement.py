@@ -20,7 +20,7 @@ from support.fitted_case import KNOWN, TOKENS, TREES, Fitted
 from support.models import VOCAB
 from support.reference import differing
 from support.runner import ON_V2, sized
-from support.spies import accepted_per_step, assert_told, mean_accepted, recorded_steps
+from support.spies import accepted_per_step, assert_reported, mean_accepted, recorded_steps
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
@@ -45,7 +45,7 @@ def assert_agreement(
     """Same tokens, same accepted drafts in every step and in the metrics; returns their mean."""
     with recorded_steps() as steps:
         got = complete(llm, prompts, greedy(tokens))
-    assert_told(steps, prompts, got)
+    assert_reported(steps, prompts, got)
     for completion, result in zip(got, expected, strict=True):
         assert list(completion.token_ids) == result.token_ids
         assert list(completion.accepted) == result.accepted_per_step
@@ -97,9 +97,9 @@ def test_seeded_samples_are_plain_vllms(
 
 
 def acceptance(running: Running, case: Fitted) -> tuple[float, float]:
-    """Accepted drafts of a tree with something broken, whose tokens stay right; and the oracle's.
+    """Mean accepted drafts of a broken drafter, and the oracle's.
 
-    No prompt has the oracle's steps.
+    Tokens stay right; the steps of every prompt differ from the oracle's.
     """
     kind, llm = running
     with recorded_steps() as steps:
@@ -169,7 +169,7 @@ def test_another_map_costs_acceptance(
 def test_a_siblings_token_costs_acceptance(
     running: Running, fitted_case: Fitted, monkeypatch: Patch
 ) -> None:
-    """A negative control: each node's head is shown its neighbour's token, in a beam another."""
+    """A negative control: heads read a sibling's token, in a beam any other token."""
     if running[0] == "medusa":
         pytest.skip("Medusa heads see no token")
     expand, draft = HydraStep.expand, HydraBeam.draft

@@ -22,7 +22,7 @@ from support.models import VOCAB
 from support.planted import planted
 from support.random_topologies import random_topologies
 from support.reference import Reference, differing, plain_greedy
-from support.spies import assert_told, mean_accepted, recorded_steps, tree_rows
+from support.spies import assert_reported, mean_accepted, recorded_steps, tree_rows
 from transformers import AutoModelForCausalLM
 from vllm import LLM, envs
 
@@ -81,7 +81,7 @@ def test_accepts_what_the_oracle_accepts(budget: int) -> None:
         vocab_size=model.config.vocab_size,
         dtype=torch.float32,
     )
-    assert_told(steps, prompts, got)
+    assert_reported(steps, prompts, got)
     shapes = set()
     for prompt, length, completion in zip(prompts, lengths, got, strict=True):
         expected = decode(model, heads, tree, torch.tensor(prompt), length)

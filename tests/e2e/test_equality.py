@@ -16,7 +16,7 @@ from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
 from support.runner import ON_V2, async_scheduling, on_v1, sized
-from support.spies import assert_told, mean_accepted, recorded_steps, tree_rows
+from support.spies import assert_reported, mean_accepted, recorded_steps, tree_rows
 from vllm import LLM
 
 from vllm_medusa.tree import TokenTree
@@ -88,7 +88,7 @@ def test_planted_drafts(
             prompts = part.prompts[start : start + batch_size]
             got += complete(llm, prompts, greedy(TOKENS))
     assert differing(part.completions, got) == []
-    assert_told(steps, part.prompts, got)
+    assert_reported(steps, part.prompts, got)
     assert max(map(len, steps)) == min(batch_size, len(part.prompts))
     assert max(row.num_nodes for row in tree_rows(steps)) == nodes + 1
     assert sum(moves) > sized(0.7, 0.5) * len(moves) > 0
@@ -101,5 +101,5 @@ def test_random_heads(tree_engine: tuple[int, LLM], reference: Reference) -> Non
     with recorded_steps() as steps:
         got = complete(llm, part.prompts, greedy(TOKENS))
     assert differing(part.completions, got) == []
-    assert_told(steps, part.prompts, got)
+    assert_reported(steps, part.prompts, got)
     assert len(tree_rows(steps)) > 10 * len(part.prompts)

@@ -12,7 +12,7 @@ from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, differing, plain_greedy
 from support.runner import on_v1, sized
-from support.spies import assert_told, mean_accepted, recorded_steps, tree_rows
+from support.spies import assert_reported, mean_accepted, recorded_steps, tree_rows
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -56,7 +56,7 @@ def assert_works(llm: LLM, reference: Reference) -> None:
     with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
         got = complete(llm, reference.prompts, greedy(TOKENS))
     assert differing(reference.completions, got) == []
-    assert_told(steps, reference.prompts, got)
+    assert_reported(steps, reference.prompts, got)
     assert mean_accepted(steps) > sized(1.2, 0.8)
 
 

@@ -28,7 +28,7 @@ OFTEN = list(range(5, VOCAB, sized(4, 5)))  # one token in five is a stop token;
 CASES: dict[str, dict[str, Any]] = {
     "t1": {"temperature": 1.0},
     "top_p_and_top_k": {"temperature": 1.0, "top_p": 0.7, "top_k": 30},
-    "greedy_penalised": {"temperature": 0.0} | PENALTIES,
+    "greedy_penalized": {"temperature": 0.0} | PENALTIES,
     "all_penalties": {"temperature": 1.0, "top_k": 50, "top_p": 0.9} | PENALTIES,
     "allowed": {"temperature": 1.0, "allowed_token_ids": list(range(40, 90))},
     "greedy_allowed": {"temperature": 0.0, "allowed_token_ids": list(range(40, 90))},
@@ -36,12 +36,12 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy_min_tokens": {"temperature": 0.0, "min_tokens": 17, "stop_token_ids": OFTEN},
     "min_tokens_eos": {"temperature": 1.0, "min_tokens": sized(30, 7), "ignore_eos": False},
     "greedy_logprobs": {"temperature": 0.0, "logprobs": 3},
-    "logprobs_penalised": {"temperature": 1.0, "logprobs": 0} | PENALTIES,
+    "logprobs_penalized": {"temperature": 1.0, "logprobs": 0} | PENALTIES,
     "prompt_logprobs": {"temperature": 0.7, "prompt_logprobs": 3, "logprobs": 2},
     "n3": {"temperature": 1.0, "n": 3, "logprobs": 2},
 }
-KINDS = sized(list(CASES), ["top_p_and_top_k", "greedy_penalised", "all_penalties", "allowed",
-    "min_tokens", "logprobs_penalised", "prompt_logprobs", "n3"])  # fmt: skip
+KINDS = sized(list(CASES), ["top_p_and_top_k", "greedy_penalized", "all_penalties", "allowed",
+    "min_tokens", "logprobs_penalized", "prompt_logprobs", "n3"])  # fmt: skip
 
 
 def requests(name: str) -> list[SamplingParams]:
@@ -82,7 +82,7 @@ def llm(plain: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
 
 def test_the_cases_have_an_effect(plain: dict[str, list[Outcome]]) -> None:
     tokens = {name: [o.tokens for o in results] for name, results in plain.items()}
-    for name in ("greedy_penalised", "greedy_allowed", "greedy_min_tokens"):
+    for name in ("greedy_penalized", "greedy_allowed", "greedy_min_tokens"):
         assert tokens[name] != tokens["greedy_logprobs"]
     assert {t for output in tokens["allowed"] for t in output} <= set(range(40, 90))
     for name in ("min_tokens", "greedy_min_tokens"):

@@ -85,7 +85,7 @@ def cases() -> dict[str, list[SamplingParams]]:
         "sampled": seeded(6, 0, temperature=0.8, top_p=0.95, detokenize=True, ignore_eos=False),
         "banned": seeded(6, 1000, temperature=0.7, bad_words=WORDS),
         "greedy_banned": seeded(6, 2000, temperature=0.0, bad_words=WORDS, logprobs=1),
-        "penalised": seeded(6, 3000, temperature=0.8, bad_words=WORDS[:2], repetition_penalty=1.2),
+        "penalized": seeded(6, 3000, temperature=0.8, bad_words=WORDS[:2], repetition_penalty=1.2),
         "thinking": [
             param
             for i, budget in enumerate((3, 6, 11))
@@ -159,7 +159,7 @@ def test_trained_heads(
     assert mean_accepted(steps) > 0.1
 
 
-@pytest.mark.parametrize("name", ["banned", "greedy_banned", "penalised", "thinking"])
+@pytest.mark.parametrize("name", ["banned", "greedy_banned", "penalized", "thinking"])
 def test_planted(
     llm: LLM, plain: dict[str, list[Outcome]], prompts: list[list[int]], name: str
 ) -> None:

@@ -27,7 +27,7 @@ from support.models import STOPS, VOCAB
 from support.planted import planted
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
 from support.runner import async_scheduling, on_v1, sized
-from support.spies import assert_told, mean_accepted, mixed, recorded_steps, tree_rows
+from support.spies import assert_reported, mean_accepted, mixed, recorded_steps, tree_rows
 from torch._dynamo.utils import counters
 from vllm import LLM
 from vllm.config import CompilationMode
@@ -107,7 +107,7 @@ def test_chunked_prefill_and_mixed_steps(llm: LLM, expected: Expected) -> None:
     with planted(free.prompts, free.outputs, VOCAB) as moves, recorded_steps() as steps:
         got = complete(llm, free.prompts, greedy(TOKENS))
     assert differing(free.completions, got) == []
-    assert_told(steps, free.prompts, got)
+    assert_reported(steps, free.prompts, got)
     assert sum(moves) > 0.7 * len(moves) and mean_accepted(steps) > 1.2
     assert sum(row.is_partial_prefill for step in steps for row in step) > sized(20, 5)
     assert len(mixed(steps)) > sized(20, 5)
@@ -119,7 +119,7 @@ def test_trees_are_truncated_to_the_budget(llm: LLM, expected: Expected) -> None
     with planted(short.prompts, short.outputs, VOCAB) as moves, recorded_steps() as steps:
         got = complete(llm, short.prompts, greedy(SHORT_TOKENS))
     assert differing(short.completions, got) == []
-    assert_told(steps, short.prompts, got)
+    assert_reported(steps, short.prompts, got)
     sizes = [row.num_nodes for row in tree_rows(steps)]
     assert 15 in sizes and sum(1 < size < 15 for size in sizes) > sized(10, 5)
     assert sum(moves) > 0.7 * len(moves)
@@ -150,7 +150,7 @@ def test_requests_end_exactly_at_max_model_len(llm: LLM, expected: Expected) -> 
     with planted(edge.prompts, edge.outputs, VOCAB), recorded_steps() as steps:
         got = complete(llm, edge.prompts, greedy(200))
     assert differing(edge.completions, got) == []
-    assert_told(steps, edge.prompts, got)
+    assert_reported(steps, edge.prompts, got)
     for prompt, completion in zip(edge.prompts, got, strict=True):
         assert len(prompt) + len(completion.token_ids) == LIMIT
         assert completion.finish_reason == "length"

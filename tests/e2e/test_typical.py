@@ -48,7 +48,7 @@ def prompts() -> Prompts:
 
 @pytest.fixture(scope="module")
 def plain(prompts: Prompts) -> dict[str, list[Outcome]]:
-    if ON_V2:  # tests/v2/test_seams.py compares with plain V2
+    if ON_V2:  # tests/v2/test_runner.py compares with plain V2
         return {}
     with engine(TARGET) as llm:
         return {

@@ -1,7 +1,7 @@
 """vLLM 0.33's Python with trees, over the CPU kernels of the installed vLLM.
 
-Only if its files are available (see `support.overlay`). Each test runs in a separate
-own with the other vLLM in front: tests that 0.32 has to pass.
+Only if its files are available (see `support.overlay`). Each test runs some of 0.32's tests in a
+separate pytest process, in which 0.33 is found first.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(environment: dict[str, str], *arguments: str) -> None:
         ("test_refusals.py", ""),
         ("test_requests.py", ""),
         ("test_serve.py", ""),
-        ("../worker/test_seams.py", ""),
+        ("../worker/test_vllm_interfaces.py", ""),
         ("../unit/worker/test_engine_args.py", ""),
     ],
 )

@@ -43,7 +43,7 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     task = json.loads(sys.argv[1])
     trees = "speculative_config" in task["engine"]
-    if trees:  # a checkout that isn't installed has no entry point
+    if trees:  # a checkout that is not installed has no entry point
         from vllm_medusa.plugin import register
         register()
     llm = LLM(**task["engine"])

@@ -1,4 +1,4 @@
-"""Look at what each step of an engine drafted, and change it: the same on both model runners."""
+"""Inspect and change what each step of an engine drafted, on both model runners."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_medusa.tree import TokenTree
 
 @dataclass(frozen=True)
 class Drafted:
-    """A request that got tokens in a step, and what was drafted for it."""
+    """A request that received tokens in a step, and what was drafted for it."""
 
     row: int  # in the batch
     prompt: list[int]
@@ -31,7 +31,7 @@ Look = Callable[[Drafted], Sequence[int] | None]  # returns other drafts, or Non
 
 @contextmanager
 def after_drafting(look: Look) -> Iterator[None]:
-    """Within the block call ``look`` for every request of a step that has got tokens."""
+    """Within the block, call ``look`` for every request that received tokens in a step."""
     with (_on_v2 if ON_V2 else _on_v1)(look):
         yield
 

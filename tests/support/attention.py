@@ -1,4 +1,4 @@
-"""What tests compare attention with: the keys that a row sees, whole tokens of a CPU cache.
+"""References for attention tests: the keys that a row sees, whole tokens of a CPU cache.
 
 Nothing is shared with the fast paths: what a node sees is found by following its parents, so that
 an error in packed bits, depths, tables or plans shows as a difference.
@@ -19,7 +19,7 @@ def visible_keys(context: int, parents: Sequence[int], window: int | None = None
 
     Args:
         context: tokens before the rows; their keys come first.
-        parents: of each row, -1 for the root; ``range(-1, n - 1)`` for rows that are no tree.
+        parents: of each row, -1 for the root; ``range(-1, n - 1)`` for rows that are not a tree.
         window: keys at positions > p - window are seen from position p; None for all.
 
     """

@@ -1,6 +1,6 @@
 """An engine without a model: tokens are a fixed function of the prompt, the seed and the position.
 
-Speculation is imitated by returning several tokens per step; the tokens themselves don't depend on
+Speculation is imitated by returning several tokens per step; the tokens themselves do not depend on
 it, as in a lossless engine.
 """
 

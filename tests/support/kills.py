@@ -1,4 +1,4 @@
-"""Work that dies by signal 9, in a separate process."""
+"""Run work in a separate process that kills itself with SIGKILL."""
 
 import os
 import signal

@@ -47,7 +47,7 @@ class Recording:
     """Worker mixin with methods and records for tests."""
 
     def init_device(self) -> None:
-        """Start with nothing; watch until the worker is shut down."""
+        """Start recording; it ends at shutdown."""
         super().init_device()
         self._decisions: list[list[Any]] = []
         self._known: dict[int, list[int]] = {}
@@ -55,7 +55,7 @@ class Recording:
         self._watching.enter_context(after_drafting(self._look))
 
     def shutdown(self) -> None:
-        """Watch no longer: other engines may follow in this process."""
+        """Stop recording: other engines may follow in this process."""
         self._watching.close()
         super().shutdown()
 

@@ -139,7 +139,7 @@ def accepted_per_step(steps: Sequence[Step], prompt: Sequence[int]) -> list[int]
     return [row.accepted for row in tree_rows(steps) if row.prompt == tuple(prompt)]
 
 
-def assert_told(
+def assert_reported(
     steps: Sequence[Step], prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
 ) -> None:
     """vLLM's statistics of each request equal what was scheduled and accepted, step by step.

@@ -247,7 +247,7 @@ def test_near_max_model_len_only_drafts_that_fit_are_scored(llama):
         assert all(start + nodes <= length - 1 for start, nodes in seen)
         assert any(nodes < TREE.num_nodes for _, nodes in seen)
         drafting = [nodes for _, nodes in seen if nodes > 1]
-        assert len(result.accepted_per_step) == len(drafting)  # steps without drafts don't count
+        assert len(result.accepted_per_step) == len(drafting)  # steps without drafts do not count
 
 
 def test_a_full_context_is_an_error(llama):

@@ -45,13 +45,19 @@ def table(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_longest_and_latest_match_is_found(seed: int) -> None:
     rng, found = np.random.default_rng(seed), set()
-    for length in range(60):
+    for length in range(1, 60):
         tokens = rng.integers(0, VOCAB if seed % 2 else 2, length, dtype=np.int32)
         if length > 50:
             tokens[-20:] = tokens[5:25]
         assert longest_match(tokens) == by_hand(tokens.tolist())
         found.add(longest_match(tokens)[0])
     assert 0 in found and max(found) >= 20
+
+
+def test_matches_of_one_repeated_token() -> None:
+    """Of all lengths, also around the longest match."""
+    for length in range(1, MAX_MATCH + 4):
+        assert longest_match(np.zeros(length, np.int32)) == by_hand([0] * length)
 
 
 def test_a_continuation_repeats_at_the_end_of_the_text() -> None:

@@ -141,7 +141,7 @@ def test_heads_do_not_run_without_drafts(
     assert steps and not tree_rows(steps)
 
 
-def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
+def test_estimates_are_updated(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
     """Tokens always equal plain vLLM's; the policy receives times, survivals and acceptance."""
     policy, seen = policy_of(llm), []
     observe = policy.acceptance.observe

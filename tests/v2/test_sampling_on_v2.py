@@ -10,7 +10,7 @@ from support.on_v2 import MARKS, once_more
 pytestmark = MARKS
 
 SUITE = [  # the tests of a file share an engine, so files are not split
-    "tests/v2/test_seams.py",
+    "tests/v2/test_runner.py",
     "tests/v2/test_dynamic_trees.py",
     "tests/v2/test_eagle.py",
     "tests/e2e/test_eagle.py::test_exact_in_mixed_steps",

@@ -232,8 +232,8 @@ def split_texts(
     data, output = options["data"], options["output"]
     counts, tokens, bad, disjoint = split_records(data, output, options["heldout_share"])
     settle_bad_lines(data, bad, options["on_bad_line"], progress)
-    document = {"prompts": counts, "tokens": tokens, "left_out": len(bad), "disjoint": disjoint}
-    write_json(output / COUNTS, document)
+    document = {"prompts": counts, "tokens": tokens, "disjoint": disjoint}
+    write_json(output / COUNTS, document | {"skipped_records": len(bad)})
     progress.note("  prompts: {} to train on, {} to calibrate on, {} to measure on".format(*counts))
 
 

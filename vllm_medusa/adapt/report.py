@@ -46,7 +46,7 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
             "file": options.prompts.name,
             "sha256": plan.prompts_digest,
             "different": plan.different,
-            "left_out_records": counts["left_out"],
+            "skipped_records": counts["skipped_records"],
             "trained_tokens": counts["tokens"][0],
             "disjoint": counts["disjoint"],
             **parts,

@@ -36,7 +36,7 @@ class Accuracy:
                 name: [[None if np.isnan(x) else round(float(x), 4) for x in row] for row in table]
                 for name, table in tables.items()
             },
-            "positions_asked": dict(zip(tables, self.counted.T.tolist(), strict=True)),
+            "counted_positions": dict(zip(tables, self.counted.T.tolist(), strict=True)),
         }
 
 
@@ -50,7 +50,7 @@ def measure_accuracy(observations: Observations, tree: Sequence[Path]) -> Accura
     has_child = np.array([path in inner for path in walks.paths])[walks.stops[visited]]
     rows = []
     for head in range(observations.num_heads):
-        # asked: passed by a deeper step, or stopped at a node of this depth with children
+        # counted: passed by a deeper step, or stopped at a node of this depth with children
         counted = (reached > head) | ((reached == head) & has_child)
         cases = observations.ranks[:, head], walked[counted, head]
         rows.append([shares(case, observations.num_ranks) for case in cases])

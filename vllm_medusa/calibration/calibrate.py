@@ -58,7 +58,7 @@ def calibrate(
 ) -> Calibrated:
     """Measure heads on texts, and save the observations; if killed, the same call resumes.
 
-    Raises ValueError: heads, records or a target that are invalid or don't match.
+    Raises ValueError: heads, records or a target that are invalid or do not match.
     """
     check_folder(options.heads)
     if drafter_method(options.heads) is not None:
@@ -106,7 +106,7 @@ def calibrate(
         tree = TokenTree.from_paths(walked_tree(texts, WALKED_NODES, options.top_k))
         progress.at("walking the texts", 1, 1)
         accuracy = measure_accuracy(observations, tree.paths)
-        summary = _summarise(observations, accuracy, fits, tree)
+        summary = _summarize(observations, accuracy, fits, tree)
         observations.save(options.heads)
         update_config(options.heads, calibration=summary, provenance=origin)
         run.remove()
@@ -188,7 +188,7 @@ def _trained_on(config: Mapping[str, Any]) -> set[str]:
     }
 
 
-def _summarise(
+def _summarize(
     observations: Observations, accuracy: Accuracy, fits: Sequence[Fit | None], tree: TokenTree
 ) -> dict[str, Any]:
     """The summary for the heads' config.json, plain JSON; ``tree`` is the tree of the walks.

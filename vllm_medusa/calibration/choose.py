@@ -51,7 +51,7 @@ def choose_tree(
 ) -> Chosen:
     """Build the tree with the most tokens per step for calibrated heads, and save it.
 
-    Raises ValueError: the heads have no valid calibration, or options don't match it.
+    Raises ValueError: the heads have no valid calibration, or options do not match it.
     """
     if options.output:
         refuse_to_replace(options.output, "tree", _is_tree)

@@ -149,7 +149,7 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
         )
     if spelling == "hydra" and Slot("skip") not in names:
         raise HeadsError(
-            f"{label} has no 'hydra_mlp.0.0.res_connection.weight': these heads don't read tokens "
+            f"{label} has no 'hydra_mlp.0.0.res_connection.weight': these heads do not read tokens "
             "(the reference calls them not grounded). Use grounded Hydra heads"
         )
     lm_heads = [slot for slot in names if slot.part == "lm_head"]

@@ -246,7 +246,7 @@ def _from_file(path: Path, fetch: Fetch, label: str, heads: bool = True) -> Chec
     try:
         folder = fetch(shards)
     except (OSError, ValueError) as error:
-        raise HeadsError(f"heads {label!r}: cannot download {shards}: {error}") from error
+        raise HeadsError(f"heads {label!r}: can't download {shards}: {error}") from error
     for shard in shards:
         if not (folder / shard).is_file():
             raise HeadsError(f"{path} lists {shard!r}, which is missing")

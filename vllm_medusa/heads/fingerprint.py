@@ -1,6 +1,6 @@
 """A fingerprint of the target's weights that heads were trained for, cheap even for 70B parameters.
 
-Heads fit exactly the weights they were trained on, and sizes don't distinguish fine-tunes.
+Heads fit exactly the weights they were trained on, and sizes do not distinguish fine-tunes.
 So samples of every matrix of every layer are hashed: 4 runs of 64 contiguous values, evenly spread
 (16 runs for tensors outside the layers, such as embeddings), without reading the rest of the file.
 

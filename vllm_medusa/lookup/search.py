@@ -67,13 +67,12 @@ def continuations_numpy(
 
 
 def longest_match(tokens: np.ndarray) -> tuple[int, int]:
-    """Length of the best match of the end of ``tokens`` [n], and its continuation; (0, 0): none.
+    """Length of the best match of the end of ``tokens`` [n >= 1], and where it is continued.
 
-    One pass over the text for each of the `MIN_MATCH` last tokens, then only over candidates.
+    (0, 0): no match. One pass over the text for each of the `MIN_MATCH` last tokens, then only over
+    candidates.
     """
     last = len(tokens) - 1
-    if last < MIN_MATCH:
-        return 0, 0
     first = MIN_MATCH - 1  # the first position with MIN_MATCH tokens
     same = tokens[first:last] == tokens[last]
     for back in range(1, MIN_MATCH):

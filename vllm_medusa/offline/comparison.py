@@ -51,7 +51,7 @@ def compare(
     Raises:
         PromptError: no usable prompts, or bad lines without ``skip``.
         HeadsError: the heads can't be read.
-        MedusaConfigError: the tree doesn't fit the heads.
+        MedusaConfigError: the tree does not fit the heads.
         FileRefused: the output has other contents than figures.
         EngineRefused: vLLM or the plugin refuses to start.
         JobFailed: an engine died.

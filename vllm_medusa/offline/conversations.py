@@ -57,7 +57,7 @@ def encode_conversation(value: Any, key: str, tokenizer: Any) -> _Encoded:
     ``key`` is "messages" (role, content) or "conversations" (ShareGPT's from, value).
 
     Raises:
-        PromptError: it is not a conversation, has no assistant turn, or the chat template doesn't
+        PromptError: it is not a conversation, has no assistant turn, or the chat template does not
             show which tokens the assistant generates.
 
     """
@@ -119,7 +119,7 @@ def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: An
             end = turn.index(words) + len(words)
             return start + end + len(turn_end(turn[end:], tokenizer) or "")
     raise PromptError(
-        f"the chat template doesn't put the assistant's text {content!r:.40} where its turn "
+        f"the chat template does not put the assistant's text {content!r:.40} where its turn "
         f"begins, or changes it when more text follows: {turn[:40]!r}"
     )
 

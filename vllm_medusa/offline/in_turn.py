@@ -113,7 +113,7 @@ class InTurn:
                 {
                     "request_id": d.prompt.request_id,
                     "position": d.position,
-                    "what": d.reason,
+                    "reason": d.reason,
                     "plain": d.baseline,
                     "medusa": d.candidate,
                 }

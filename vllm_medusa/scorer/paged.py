@@ -91,7 +91,7 @@ class PagedBatch:
 
 @dataclass(frozen=True, eq=False)
 class TreeBuffers:
-    """Persistent trees of all requests of a step: CUDA graphs read them where they lie."""
+    """Persistent trees of all requests of a step: CUDA graphs read them in place."""
 
     ancestor_bits: Tensor  # int64 [max requests, N, W]
     depths: Tensor  # int64 [max requests, N]

@@ -4,7 +4,7 @@
 
 The steps of the chain below a row are like heads at that row (see `EagleDrafter`), with the same
 labels and weights; but entries attend to earlier ones, prompts included, so a step takes whole
-texts. They are split at `PIECE_ROWS`; tokens after a split don't attend to those before it.
+texts. They are split at `PIECE_ROWS`; tokens after a split do not attend to those before it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Records in three files: to train on, to calibrate on, and to measure on.
 
 The split is by prompts, as in `records.split_heldout`, so no prompt is in two files; and by
-their contents only, so it doesn't depend on the order of the file's lines.
+their contents only, so it does not depend on the order of the file's lines.
 """
 
 from __future__ import annotations

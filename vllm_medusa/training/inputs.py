@@ -16,7 +16,7 @@ from vllm_medusa.training.options import TextFiles, TrainOptions
 from vllm_medusa.training.rows import row_ranges
 from vllm_medusa.training.target import TargetError, stored_dtype
 
-# keys of a target's config.json that its hidden states don't depend on, or that are known otherwise
+# keys of a target's config.json that do not affect its hidden states, or that are known otherwise
 _NOT_COMPUTED = (
     *("_name_or_path", "architectures", "transformers_version"),
     *("dtype", "torch_dtype", "use_cache"),
@@ -107,7 +107,7 @@ def _untrained(
     if not kept:
         raise ValueError(
             f"{files.heldout}: none of its {len(heldout)} usable records has a prompt that "
-            f"{files.data} doesn't train on. Use other records, or omit --heldout, so that "
+            f"{files.data} does not train on. Use other records, or omit --heldout, so that "
             "--heldout-share of the prompts is held out."
         )
     if left_out := len(heldout) - len(kept):
@@ -158,7 +158,7 @@ def identify(source: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
 
 def find_tokenizer(source: str) -> Any:
-    """The target's tokenizer, or None: records of token ids don't need it."""
+    """The target's tokenizer, or None: records of token ids do not need it."""
     from transformers import AutoTokenizer
 
     try:

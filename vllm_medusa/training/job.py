@@ -60,7 +60,7 @@ class Job:
         """Run all checks before anything is created.
 
         Raises:
-            ValueError: some head has no labels, or layers that the target doesn't have.
+            ValueError: some head has no labels, or layers that the target does not have.
 
         """
         self.options, self.inputs, self.workers = options, inputs, workers

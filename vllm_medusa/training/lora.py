@@ -106,7 +106,7 @@ def merge_adapter(source: str | Path, adapter: str | Path, folder: Path) -> Path
     """Write the target ``source`` merged with a `save_adapter` folder; returns the folder.
 
     The folder has the weights in the dtype of the target's files, the config, the generation
-    config and all other files of the target (tokenizer, chat template, licence). It is written
+    config and all other files of the target (tokenizer, chat template, license). It is written
     atomically; an existing folder is replaced.
 
     Raises:

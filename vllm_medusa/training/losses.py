@@ -92,7 +92,7 @@ def head_losses(
 
     With a ``teacher`` the labels are soft: if (n, h) has a label, the teacher's row n + h + 1
     must be the state h + 1 positions later. With a token map, labels outside the draft vocabulary
-    don't count, nor does the probability of soft labels there.
+    do not count, nor does the probability of soft labels there.
     """
     drafts = draft_labels(labels, heads, IGNORED)
     valid = (drafts if teacher is None else labels) != IGNORED

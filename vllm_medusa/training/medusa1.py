@@ -2,7 +2,7 @@
 
     loss = sum over k = 1 ... K of decay^k * mean cross-entropy of head k at t + k + 1
 
-The target doesn't change, so its hidden states are computed once (`hidden_cache`), and a step only
+The target does not change, so its hidden states are computed once (`hidden_cache`), and a step only
 runs the heads. Positions are independent, so a step takes short pieces of many texts. Hydra
 heads are trained in the same way, each with the tokens before its own as input.
 """

@@ -184,7 +184,7 @@ def measure_joint(
 
     Raises:
         ValueError: the texts have no generated tokens.
-        CacheError: the target's states aren't finite.
+        CacheError: the target's states are not finite.
 
     """
     total, meter = Measurement(heads.num_heads), QualityMeter(target.lm_head)

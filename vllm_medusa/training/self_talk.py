@@ -55,10 +55,10 @@ def user_turn(messages: list[Message], tokenizer: Any) -> tuple[list[int], int]:
 
 
 def require_self_talk(tokenizer: Any) -> None:
-    """Refuse a target whose chat template doesn't support generating user turns.
+    """Refuse a target whose chat template does not support generating user turns.
 
     Raises:
-        PromptError: it doesn't, with the reason.
+        PromptError: it does not, with the reason.
 
     """
     if getattr(tokenizer, "chat_template", None) is None:

@@ -194,7 +194,7 @@ class Target:
 
 
 def stored_dtype(config: Any) -> torch.dtype | None:
-    """The dtype of a target's weights, if its transformers config says it."""
+    """The dtype of a target's weights, if its transformers config states it."""
     return DTYPES.get(str(getattr(config, "dtype", None)).removeprefix("torch."))
 
 

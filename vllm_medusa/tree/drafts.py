@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
-IMPOSSIBLE = -float("inf")  # log-survival of nodes that cannot be right, and of padding
+IMPOSSIBLE = -float("inf")  # log-survival of nodes that can't be right, and of padding
 FROM_DRAFTER, FROM_BOTH, FROM_LOOKUP = 0, 1, 2  # origin of a node
 
 
@@ -74,7 +74,7 @@ class DraftTrees:
         return DraftTrees(token_ids, parents, log_survival, source)
 
     def padded(self, num_nodes: int) -> DraftTrees:
-        """Pad to at least ``num_nodes`` columns, with nodes that cannot survive."""
+        """Pad to at least ``num_nodes`` columns, with nodes that can't survive."""
         missing = num_nodes - self.parents.shape[1]
         if missing <= 0:
             return self
@@ -89,7 +89,7 @@ class DraftTrees:
         return DraftTrees(*(part[:, :num_nodes] for part in vars(self).values()))
 
     def limited(self, num_drafts: int | Tensor) -> DraftTrees:
-        """Limit the drafts per request (int64 [B] or a number); the others cannot survive."""
+        """Limit the drafts per request (int64 [B] or a number); the others can't survive."""
         limit = num_drafts[:, None] if isinstance(num_drafts, Tensor) else num_drafts
         nodes = torch.arange(self.parents.shape[1], device=self.parents.device)
         return replace(self, log_survival=self.log_survival.masked_fill(nodes > limit, IMPOSSIBLE))

@@ -35,7 +35,7 @@ def check_engine(vllm_config: Any) -> None:
     ]
     if reasons:
         raise MedusaConfigError(
-            "Medusa can not run with this configuration:\n- " + "\n- ".join(reasons)
+            "Medusa can't run with this configuration:\n- " + "\n- ".join(reasons)
         )
 
 
@@ -82,7 +82,7 @@ def _unsupported(config: Any) -> Iterator[str]:
         yield f"{model.model} uses MLA, whose latent KV cache tree attention does not support."
     elif model.is_hybrid or model.is_attention_free or model.has_inner_state:
         yield (
-            f"{model.model} keeps recurrent state (hybrid or state-space layers), which can not "
+            f"{model.model} keeps recurrent state (hybrid or state-space layers), which can't "
             "be rolled back to the accepted path."
         )
     if model.is_encoder_decoder:

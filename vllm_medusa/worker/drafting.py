@@ -143,7 +143,7 @@ class MedusaDrafter:
         """
         module = nn.Module()
         heads = getattr(self, "heads", None)
-        if isinstance(heads, nn.Module):  # packed on CPUs, which don't support sleep
+        if isinstance(heads, nn.Module):  # packed on CPUs, which do not support sleep
             for name, tensor in [*heads.named_parameters(), *heads.named_buffers()]:
                 module.register_buffer(name.replace(".", "_"), tensor.detach())
         return module

@@ -200,7 +200,7 @@ def _step(worker: Any, scheduler: _Practice) -> None:
     output = worker.execute_model(plan)
     if output is None:
         output = worker.sample_tokens(None)
-    if hasattr(output, "get_output"):  # from a runner that doesn't wait for its device
+    if hasattr(output, "get_output"):  # from a runner that does not wait for its device
         output = output.get_output()
     scheduler.update_from_output(plan, output)
     drafts = worker.take_draft_token_ids() if plan.total_num_scheduled_tokens else None

@@ -47,7 +47,7 @@ _SAVE_SECONDS, _SAVE_IDLE_SECONDS = 60.0, 10.0  # the end of an engine is not an
 _SAVE_STEPS = 50  # min new steps to write
 _REPORT_STEPS = 8  # plain steps per report
 _PREFILL_STEPS = 32  # window of the fraction of prefills
-_FORCED_EVERY = 4  # interval of searches for forced tokens while they don't pay
+_FORCED_EVERY = 4  # interval of searches for forced tokens while they do not pay
 
 
 class TreeScheduler(Scheduler):
@@ -224,8 +224,8 @@ class TreeScheduler(Scheduler):
     def _report_can_wait(self) -> bool:
         """Whether the report is only a few plain steps, and a step follows."""
         report = self._report
-        told = report.tree or report.prefill or report.heads or report.chosen
-        return not told and 0 < report.plain < _REPORT_STEPS and bool(self.running)
+        other = report.tree or report.prefill or report.heads or report.chosen
+        return not other and 0 < report.plain < _REPORT_STEPS and bool(self.running)
 
     def shutdown(self) -> None:
         """Store step costs; the rest is vLLM's."""
@@ -399,8 +399,8 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:
         """Record the survivals of the step's drafts, which arrive with its output."""
-        told: Any = getattr(model_runner_output, "tree_survival", None) or ([], [])
-        names, log_survival = told
+        received: Any = getattr(model_runner_output, "tree_survival", None) or ([], [])
+        names, log_survival = received
         copies = getattr(model_runner_output, "tree_copies", None)
         for place, name in enumerate(names):
             (values,) = survival_of(log_survival[place : place + 1])

@@ -36,7 +36,7 @@ _MOST_STEPS = 20_000
 
 @dataclass
 class Said:
-    """One output of a request."""
+    """One output of a request, as delivered."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""

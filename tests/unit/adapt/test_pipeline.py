@@ -213,7 +213,7 @@ def test_the_split_counts_skipped_records_and_shared_prompts(tmp_path, prompts, 
         split_texts(options | {"on_bad_line": "refuse"})
     split_texts(options | {"on_bad_line": "skip"})
     counts = read_json(tmp_path / "counts.json")
-    assert (counts["left_out"], counts["prompts"][1:]) == (1, [1, 1])
+    assert (counts["skipped_records"], counts["prompts"][1:]) == (1, [1, 1])
     assert counts["disjoint"] == disjoint
 
 
@@ -242,7 +242,7 @@ def test_the_output_contains_heads_and_their_figures(adapt):
         assert words in page, words
 
 
-def test_little_gain_is_said(adapt):
+def test_a_small_gain_is_reported(adapt):
     adapt.rows, adapt.fastest = [row(4, 0.8, 1.1)], 4
     adapt.run(publish=True)
     said = report.conclusion(adapt.document)

@@ -147,7 +147,7 @@ def test_bad_files_are_ignored_with_a_reason(tmp_path, old, new, says):
     assert cost.steps == 0 and says in reason
 
 
-def test_a_missing_file_is_no_error_and_an_unusable_folder_is_one(tmp_path):
+def test_a_missing_file_is_not_an_error_but_an_unusable_folder_is(tmp_path):
     cost, reason = CostStore(tmp_path, OF, 64).load()
     assert (cost.steps, reason) == (0, "")
     (tmp_path / "file").touch()

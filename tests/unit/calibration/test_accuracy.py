@@ -51,7 +51,7 @@ def test_counts_equal_those_by_hand():
             assert accuracy.counted[head, place] == len(ranks) > 0, (name, head)
             expected = [ranks.count(r) / len(ranks) for r in range(RANKS)]
             assert np.allclose(getattr(accuracy, name)[head], expected)
-    assert accuracy.to_dict()["positions_asked"]["walked"] == accuracy.counted[:, 1].tolist()
+    assert accuracy.to_dict()["counted_positions"]["walked"] == accuracy.counted[:, 1].tolist()
 
 
 def test_shares_exclude_unlabeled_positions():

@@ -110,7 +110,7 @@ def test_eagle_1(command, tmp_path):
     assert code == 0 and "method               eagle\n" in out
 
 
-def test_one_that_reads_the_last_state_only(command, tmp_path):
+def test_a_drafter_that_reads_only_the_last_state(command, tmp_path):
     """NVIDIA publishes such drafters; vLLM serves their chains."""
     last = {"eagle_config": {"use_aux_hidden_state": False}}
     drafter = Eagle3(torch.zeros(512, 64), 2 * torch.arange(200), (1, 2, 3))
@@ -122,7 +122,7 @@ def test_one_that_reads_the_last_state_only(command, tmp_path):
     assert medusa_config(folder)["method"] == "eagle3"
 
 
-def test_commands_recognize_its_folder(tmp_path):
+def test_commands_recognize_a_drafters_folder(tmp_path):
     """`generate`, `compare` and others, by `--speculative-model`."""
     drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (1, 2, 3)).save(tmp_path / "e")
     own = {"method": "eagle3", "model": drafter, "tree": "dynamic"}

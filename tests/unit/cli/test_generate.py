@@ -152,7 +152,7 @@ def test_a_prompt_refused_by_the_engine(arguments, prompts, tmp_path, engine, ca
         ({"budget": 7, "tree": "mc_sim_7b_63"}, 'a static "tree" is set too'),
     ],
 )
-def test_speculation_that_can_not_work_is_refused(arguments, tmp_path, config, message, capfd):
+def test_speculation_that_cannot_work_is_refused(arguments, tmp_path, config, message, capfd):
     text = config if isinstance(config, str) else json.dumps(config)
     assert run(*arguments, "--speculative-model", "heads", "--speculative-config", text) == 2
     assert message in said(capfd)

@@ -81,10 +81,10 @@ CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace
 @pytest.mark.parametrize(
     ("template", "talk", "reason"),
     [
-        (chat.FORGETFUL, [USER, THOUGHT, USER, THOUGHT], "doesn't put the assistant's text"),
-        (UPPER, [USER, THOUGHT], "doesn't put the assistant's text '<think>hm</think>Yes.'"),
+        (chat.FORGETFUL, [USER, THOUGHT, USER, THOUGHT], "does not put the assistant's text"),
+        (UPPER, [USER, THOUGHT], "does not put the assistant's text '<think>hm</think>Yes.'"),
         (REASONING, [USER, {"role": "assistant", "content": "Yes."}], "rewrites earlier turns"),
-        (LATE, [USER, {"role": "assistant", "content": "Yes."}], "doesn't put"),
+        (LATE, [USER, {"role": "assistant", "content": "Yes."}], "does not put"),
         (MOODY, [USER, THOUGHT, USER, THOUGHT], "changes it when more text follows"),
         (CUT, [USER, {"role": "assistant", "content": "ou"}], "extend into the next text"),
         (RAISING, TALK, "refuses the conversation: only two roles"),

@@ -16,7 +16,7 @@ HIDDEN, VOCAB = 48, 203
 
 
 def random_heads(dtype: torch.dtype, seed: int, **options) -> HydraHeads:
-    """Heads whose weights one byte each can express: whole numbers up to 127, times 2^-10."""
+    """Heads with weights that int8 represents exactly: integers up to 127, times 2^-10."""
     torch.manual_seed(seed)
     heads = HydraHeads(3, 2, HIDDEN, VOCAB, dtype=dtype, **options)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_drafts_what_the_builder_drafts(
     step = HydraStep(exact, states, exact.embed, None, sharpness, read)
     expected = build_tree(step, beam, root, num_nodes, depth, limit)
     found = kernel.draft(states, root, beam, num_nodes, depth, limit)
-    if limit is not None:  # what is behind it depends on the neighbours
+    if limit is not None:  # drafts beyond it depend on the neighbors
         expected, found = expected.limited(limit), found.limited(limit)
     possible = expected.log_survival > IMPOSSIBLE
     assert torch.equal(found.log_survival > IMPOSSIBLE, possible)
@@ -76,7 +76,7 @@ def test_drafts_what_the_builder_drafts(
         assert torch.equal(getattr(found, name)[possible], getattr(expected, name)[possible])
 
 
-def test_weights_of_one_byte_are_off_by_less_than_one_step():
+def test_the_rounding_of_weights_to_int8_is_small():
     heads = random_heads(torch.bfloat16, 0)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -92,7 +92,7 @@ def test_weights_of_one_byte_are_off_by_less_than_one_step():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nothing_is_promised_for_states_that_are_not_finite(bad):
+def test_no_drafts_for_non_finite_states(bad):
     heads = random_heads(torch.float32, 0)
     states, root = torch.full((2, HIDDEN), bad), torch.tensor([1, 2])
     kernel = HydraBeam(heads, torch.randn(VOCAB, HIDDEN))

@@ -39,7 +39,7 @@ def test_rules_and_compaction(fake):
         kv.copy_slots(torch.rand(5, 3, 4, 10), src, dst, (0, 3))
 
 
-def test_control_a_walk_asks(fake):
+def test_control_a_sync_is_detected(fake):
     tree, tokens = fake
     with pytest.raises(DataDependentOutputException):
         sampler.lossless_walk(tree, tokens, argmax)

@@ -136,7 +136,7 @@ def test_parts_and_chunks_sum_to_the_step(llama, parts, chunk, monkeypatch):
 
 
 def test_control_wrong_teachers_are_detected(llama, monkeypatch):
-    """Negative controls: the comparison above fails if the teacher isn't the original model."""
+    """Negative controls: the comparison above fails if the teacher is not the original model."""
 
     @contextlib.contextmanager
     def left_on(_):

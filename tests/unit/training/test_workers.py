@@ -32,6 +32,6 @@ def test_an_absent_device_is_named():
 
 
 @pytest.mark.parametrize("device", ["zz", "cuda:x"])
-def test_a_device_that_is_none_is_refused(device):
+def test_invalid_device_names_are_refused(device):
     with pytest.raises(ValueError, match=f"device is '{device}'; use auto, cpu, cuda"):
         MachineOptions(device=device)

@@ -129,6 +129,17 @@ def test_a_warning_if_running_requests_can_fill_a_step(parse, heads, monkeypatch
     assert all("65 running requests" in x and "max_num_seqs to 64" in x for x in found)
 
 
+def test_a_static_tree_must_fit_a_step(config, heads):
+    """A step of as many tokens as the tree has nodes, root included, is enough."""
+    keys = {"method": "medusa", "model": heads, "tree": {"chain": 3}}
+    limits = {"max_num_seqs": 1, "max_model_len": 4, "enable_chunked_prefill": False}
+    made = config(keys, **limits, max_num_batched_tokens=4)
+    assert EngineOptions.of(made).tree.num_nodes == 4
+    limits["max_model_len"] = 3
+    with pytest.raises(ValueError, match=r"has 4 nodes .* at most 3 tokens"):
+        config(keys, **limits, max_num_batched_tokens=3)
+
+
 def test_a_target_without_heads(config):
     with pytest.raises(ValueError, match=r'file itself\. The target .*"lookup": true'):
         config({"method": "medusa"})
@@ -215,6 +226,8 @@ def test_adapters_limit_the_drafts_of_a_request(config, heads):
     assert config(keys, **few).speculative_config.num_speculative_tokens == 7
     with pytest.raises(ValueError, match=r"\(128\).*\(16\).*\(31\).*Raise the first or lower"):
         config(keys | {"num_speculative_tokens": 30}, **few)
+    fewest = config(keys, **few | {"max_num_seqs": 64})
+    assert fewest.speculative_config.num_speculative_tokens == 1
     with pytest.raises(ValueError, match=r"2 or more"):
         config(keys, **few | {"max_num_seqs": 128})
     many = config(keys, **few | {"enable_lora": False}).speculative_config

@@ -6,6 +6,7 @@ import random
 import pytest
 
 pytest.importorskip("vllm")
+import numpy as np
 import torch
 import xgrammar as xgr
 from support.assets import VOCAB, tokenizer
@@ -167,8 +168,16 @@ def test_small_sets_of_allowed_tokens_are_found():
     assert few_tokens(mask.numpy(), 127) == [4]
     assert allows(mask.numpy(), 127) and not allows(mask.numpy(), 126)
     assert not allows(torch.full_like(mask, -1).numpy(), -1)
-    mask[7] = -1
-    assert few_tokens(mask.numpy(), VOCAB) is None
+
+
+@pytest.mark.parametrize("step", [1, 32], ids=["one word", "a word each"])
+def test_up_to_16_allowed_tokens_are_few(step):
+    mask = np.zeros(WORDS, dtype=np.uint32)
+    tokens = [step * index for index in range(17)]
+    for count, token in enumerate(tokens, 1):
+        mask[token // 32] |= np.uint32(1 << token % 32)
+        expected = tokens[:count] if count <= 16 else None
+        assert few_tokens(mask.view(np.int32), VOCAB) == expected
 
 
 def test_a_dead_end_has_no_drafts(compiler, spelling):

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_medusa.worker.v1.history import PathHistory, needs_tokens
+from vllm_medusa.worker.v1.history import MinTokensAt, PathHistory, needs_tokens
 from vllm_medusa.worker.v1.verification import _is_plain_greedy
 
 BOTH = torch.tensor([True, True])
@@ -50,6 +50,20 @@ def test_the_path_counts_as_output(changes):
     history.extend(torch.tensor([3, 4]))
     assert history.at(2, BOTH).output_token_ids == [[7, 1, 3], [8, 9, 2, 4]]
     assert given.output_token_ids == [[7], [8, 9]]
+
+
+@pytest.mark.parametrize("grammar", [False, True])
+def test_stop_tokens_are_masked_until_the_minimum_is_reached(grammar):
+    """Request 0 has two of three tokens; a grammar that allows only stop tokens may end earlier."""
+    rules = {0: (3, [7, 7], {1, 2}, grammar)}
+    rows = [(0, 0), (0, 1), (1, 0), (0, 0)]
+    logits = torch.zeros(4, 4)
+    logits[3, [0, 3]] = -torch.inf  # only stop tokens are allowed
+    masked = MinTokensAt(rules, rows).apply(logits.clone()).isneginf()
+    stops = [False, True, True, False]
+    none = [False] * 4
+    allowed = [True, False, False, True] if grammar else [True] * 4
+    assert masked.tolist() == [stops, none, none, allowed]
 
 
 @pytest.mark.parametrize(

@@ -109,3 +109,33 @@ def test_useful_depth_of_requests():
     slots, lengths = np.array([2, 1, 0, 0]), torch.tensor([96, 50, 29, 30])
     assert options.useful_depth(slots, lengths).tolist() == [3, 49, 0, 0]
     assert options.useful_depth(np.array([0]), torch.tensor([21])).tolist() == [8]
+
+
+def options_of(params):
+    options = RequestOptions(SLOTS, AcceptanceConfig(), 100, torch.device("cpu"))
+    options.add(2, params, 20)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("changes", "by_path"),
+    [
+        ({"min_tokens": 3}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"_bad_words_token_ids": [[3, 4]]}, True),
+    ],
+)
+def test_sampling_parameters_that_depend_on_earlier_tokens(changes, by_path):
+    params = SamplingParams()
+    for name, value in changes.items():
+        setattr(params, name, value)
+    assert options_of(params).by_path(np.array([1, 2])).tolist() == [False, by_path]
+
+
+def test_requests_that_sample():
+    """vLLM raises temperatures above 0 to at least 0.01."""
+    for temperature, sampled in ((0.0, False), (0.01, True)):
+        options = options_of(SamplingParams(temperature=temperature))
+        assert options.may_copy(np.array([2])).tolist() == [[True], [sampled]]

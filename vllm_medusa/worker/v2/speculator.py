@@ -60,7 +60,7 @@ def _init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 class TreeSpeculator(DraftModelSpeculator):
     """Drafts a tree for each request from the hidden state of its last accepted node.
 
-    Only this kind of vLLM speculator gets the target model. The heads don't attend,
+    Only this kind of vLLM speculator gets the target model. The heads do not attend,
     so they have no layers, KV cache or CUDA graphs.
     """
 
@@ -266,7 +266,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def _claim_memory(self, hidden_states: Tensor) -> None:
         """Allocate the logits of the max number of nodes of a step once.
 
-        vLLM's memory profiling samples one row per request; trees need one per node. If they don't
+        vLLM's memory profiling samples one row per request; trees need one per node. If they do not
         fit, the error is raised at start-up.
         """
         rows = min(self.max_num_reqs * self.trees.num_nodes, len(hidden_states))
