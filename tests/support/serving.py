@@ -120,7 +120,7 @@ def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
             tokens = requests + accepted.sum()
             policy.observe(requests + nodes, requests, share, measured, tokens)
             if survival is not None:
-                policy.acceptance.observe(offered, counts, accepted)
+                policy.observe_drafts(offered, counts, accepted)
         record.nodes.append(nodes)
         record.drafting.append(policy.drafting if policy else limit > 0)
         record.tokens.append(requests + float(expected.sum()))

@@ -30,7 +30,8 @@ _MAX_SAVED = 2.0  # max savings, in trials of the most expensive kind
 _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # offsets from the best size to sizes to try
 _MEASURED_STEPS, _MIN_SPEED = 128, 0.97  # window, and speed below which drafting stops
-_AT_REST_MS = 25.0  # interval of cost updates, and of decisions, while drafting is off
+_AT_REST_MS = 100.0  # interval of cost updates, and of decisions, while drafting is off
+_DRAFTS_MS = 25.0  # the same of acceptance updates, while drafting is on
 _LEARN_STEPS = 64  # steps after start-up or a change, all used for updates
 _REST_MS = (4e3, 60e3)  # pause of the heads after a failure, doubling
 
@@ -132,6 +133,8 @@ class Auto:
         self._learned_at, self._learned_plain = -math.inf, 0.0  # ms of steps; of a plain step
         self._learned_requests = 0
         self._learned_steps = 0  # since start-up or a change of the machine
+        self._drafts_at, self._drafts_learned = -math.inf, 0  # ms of steps; updates of acceptance
+        self._table: tuple[Any, Floats] = (None, np.zeros(0))  # step times by number of nodes
 
     @property
     def expected_ratio(self) -> float:
@@ -199,11 +202,15 @@ class Auto:
         plan = self.plan(requests, room)
         heads = self.share_of(plan.limit) if self.drafting else 0.0
         rate = max(plan.rate if self.drafting else 0.0, plan.rate_without)
-        nodes = np.arange(1, 1 + len(gain))
-        worth = gain - rate * self.cost.ms(requests + nodes, requests, heads)
-        none = -rate * float(self.cost.ms(requests, requests, heads))
+        version = self.cost.steps if self._learned_steps < _LEARN_STEPS else self._planned_at
+        key, times = (version, requests, heads), self._table[1]
+        if self._table[0] != key or len(times) <= len(gain):
+            nodes = np.arange(1 + max(len(gain), plan.room))
+            times = self.cost.ms(requests + nodes, requests, heads)
+            self._table = key, times
+        worth = gain - rate * times[1 : 1 + len(gain)]
         top = int(worth.argmax())
-        return top + 1 if worth[top] > none else 0
+        return top + 1 if worth[top] > -rate * times[0] else 0
 
     def share_of(self, limits: Any) -> Any:
         """Share of the heads that must run to draft that many nodes per request."""
@@ -247,6 +254,22 @@ class Auto:
             self._plain = keep * self._plain + plain * tokens / requests
             self._measured += 1
         return expected
+
+    def observe_drafts(
+        self, drafts: Sequence[Drafted], verified: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Record a step's accepted drafts, see `Acceptance.observe`.
+
+        After the first `_LEARN_STEPS`, at most once per `_DRAFTS_MS`: it takes time. Copies are
+        always recorded, as their absence is (`Acceptance.no_copies`).
+        """
+        if (
+            self._drafts_learned < _LEARN_STEPS
+            or self._now - self._drafts_at >= _DRAFTS_MS
+            or any(draft.copied is not None for draft in drafts)
+        ):
+            self._drafts_at, self._drafts_learned = self._now, self._drafts_learned + 1
+            self.acceptance.observe(drafts, verified, accepted)
 
     def plan(self, requests: int, room: int) -> Plan:
         """Expected values for a batch; a recent plan for a similar batch is reused."""

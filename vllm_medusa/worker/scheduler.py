@@ -387,7 +387,7 @@ class TreeScheduler(Scheduler):
             if len(draft.survival) or draft.copied is not None:
                 seen.append((draft, nodes, accepted))
         if seen and isinstance(self.policy, Auto):
-            self.policy.acceptance.observe(*zip(*seen, strict=True))
+            self.policy.observe_drafts(*zip(*seen, strict=True))
 
 
 class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):

@@ -219,9 +219,22 @@ def test_costs_are_updated_rarely_while_drafting_is_off():
         policy.observe(1, 1, 0.0, 5.0, 1.0)
         taught.append(policy.cost.steps - before)
     assert all(taught[:64])
-    assert sum(taught[100:]) == 300 / 6  # more than 25 ms apart
+    assert sum(taught[100:]) == 15  # one in 20 or 21, at 5 ms a step
     assert policy._now == pytest.approx(400 * 5.0)
     for _ in range(64):  # the machine is slower now
         policy.limit(1, 4)
         policy.observe(1, 1, 0.0, 15.0, 1.0)
     assert policy.cost.plain_ms(1) == pytest.approx(15.0, rel=0.1)
+
+
+def test_acceptance_is_updated_rarely_while_drafting():
+    """It takes time; except at first, and for copies, whose absence is always recorded."""
+    policy = Auto(StepCost(64), Acceptance(), 4, 4)
+    recorded = []
+    policy.acceptance.observe = lambda drafts, *_: recorded.append(drafts[0].copied)
+    for copied, expected in ((None, 64 + 136 // 3), ([1], 200)):
+        recorded.clear()
+        for _ in range(200):
+            policy.observe(2, 1, 1.0, 10.0, 1.0)
+            policy.observe_drafts([Drafted([0.5], copied=copied)], [1], [1])
+        assert len(recorded) == expected
