@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from vllm_medusa.offline.options import EngineOptions, PromptFile, TreeSize
-from vllm_medusa.options import Above, AtLeastZero, Number, Positive, Source, group, option
+from vllm_medusa.options import Above, AtLeastZero, Model, Number, Positive, group, option
 from vllm_medusa.training.options import (
     CacheOptions,
     HeadOptions,
@@ -33,7 +33,7 @@ class DrafterOptions(HeadOptions):
 class AdaptOptions(EngineOptions, PromptFile):
     """Options of `vllm_medusa.adapt.pipeline.adapt` and of `vllm-medusa adapt`."""
 
-    target: Source = option("a folder or a hub name", positional=True)
+    target: Model = option("a folder or a hub name", positional=True)
     output: Path = option("folder for the heads and their report", "-o")
     work: Path | None = option("folder for records, logs...", default=None, shown="OUTPUT.work")
     batch: Positive | None = option(  # type: ignore[assignment]

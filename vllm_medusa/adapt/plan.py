@@ -19,7 +19,14 @@ from vllm_medusa.files import (
     require_parent,
 )
 from vllm_medusa.job import Progress, duration, plural
-from vllm_medusa.offline.defaults import EnginePlan, Length, TargetSizes, measure, plan_engine
+from vllm_medusa.offline.defaults import (
+    EnginePlan,
+    Length,
+    TargetSizes,
+    measure,
+    plan_engine,
+    readable,
+)
 from vllm_medusa.offline.engine import start_seconds
 from vllm_medusa.offline.machine import fast_bfloat16
 from vllm_medusa.offline.options import EngineOptions
@@ -169,23 +176,12 @@ def _read_target(target: str) -> tuple[dict[str, Any], Any, Any]:
 
     from vllm_medusa.heads.fingerprint import target_fingerprint
 
-    folder = Path(target).expanduser()
-    if folder.is_file():
-        raise ValueError(
-            f"{target} is a file; adapt needs a folder in transformers' format, with "
-            "config.json, the tokenizer and safetensors. For a GGUF file, pass the model it was "
-            "made from, or save it as such a folder: AutoModelForCausalLM.from_pretrained(FOLDER, "
-            "gguf_file=NAME).save_pretrained(TARGET), and its tokenizer likewise."
-        )
-    try:
-        if not folder.exists():
+    with readable(target):
+        if not Path(target).expanduser().exists():
             kinds = ["*.safetensors", "*.json", "*.model", "*.jinja"]
             snapshot_download(target, allow_patterns=kinds)
         config = AutoConfig.from_pretrained(target)
         tokenizer = AutoTokenizer.from_pretrained(target)
-    except Exception as error:  # transformers and its libraries raise anything
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{target} is not a model that can be read: {reason:.300}") from None
     if config.is_encoder_decoder:
         raise ValueError(f"{target} is an encoder-decoder model; heads need a decoder-only model.")
     return target_fingerprint(target), config.get_text_config(), tokenizer

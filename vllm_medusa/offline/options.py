@@ -11,6 +11,7 @@ from vllm_medusa.options import (
     Above,
     AtLeastZero,
     Dtype,
+    Model,
     Number,
     Options,
     Positive,
@@ -93,7 +94,7 @@ def check_speculation(config: Mapping[str, Any]) -> None:
 class PromptJob(EngineOptions, Speculation, PromptFile):
     """A file of prompts run through vLLM."""
 
-    model: Source = option("the target: a folder or a hub name", positional=True)
+    model: Model = option("the target: a folder or a hub name", positional=True)
     max_tokens: Positive = option("max tokens per answer", default=256)
     top_p: Share = option(default=1.0)
     top_k: int = option("number of tokens; 0 or -1: all", default=0, shown="")
@@ -186,7 +187,7 @@ class DistillOptions(PromptJob):
 class CompareOptions(EngineOptions):
     """Options of `vllm_medusa.offline.comparison.compare` and of `vllm-medusa compare`."""
 
-    target: Source = option("a folder or a hub name", positional=True)
+    target: Model = option("a folder or a hub name", positional=True)
     heads: Source = option("a folder, a file or a hub name", positional=True)
     prompts: Path = option("a file of prompts or records", "-i")
     on_bad_line: OnBadLine = option(default="refuse")

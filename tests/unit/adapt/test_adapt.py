@@ -123,7 +123,7 @@ def test_an_invalid_target(refused, arguments, tmp_path):
     arguments[1] = str(broken / "model.gguf")
     (broken / "model.gguf").write_bytes(b"GGUF")
     said = refused()
-    assert "is a file; adapt needs a folder" in said and "gguf_file=NAME" in said
+    assert "an existing folder with config.json" in said and "gguf_file=NAME" in said
 
 
 def test_the_plan_is_printed_first(arguments, tmp_path, monkeypatch, capfd):
