@@ -71,9 +71,9 @@ def readable(target: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # transformers and its libraries raise anything
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split())[:300].rstrip(".")
         raise ValueError(
-            f"{target} is not a model that can be read: {reason:.300}. Pass a folder with the "
+            f"{target} is not a model that can be read: {reason}. Pass a folder with the "
             "model's config.json, tokenizer and safetensors."
         ) from None
 

@@ -23,6 +23,7 @@ from vllm_medusa.options import (
 from vllm_medusa.tree.topology import MAX_NODES
 
 TreeSize = Annotated[int, Number(int, 1, MAX_NODES - 1)]  # draft nodes
+Samples = Annotated[int, Number(int, 1, 10_000)]
 OnBadLine = Literal["refuse", "skip"]
 
 
@@ -141,9 +142,7 @@ class DistillOptions(PromptJob):
     )
     output: Path = option("file for records, as JSON lines", "-o")
     max_tokens: Positive = option("max tokens per answer", default=512)
-    samples: Annotated[int, Number(int, 1, 10_000)] = option(
-        "texts per prompt", default=1, metavar="N"
-    )
+    samples: Samples = option("texts per prompt", default=1, metavar="N")
     temperature: tuple[AtLeastZero, ...] = option(
         "one or more; successive samples use the next one", default=(0.7,), metavar="T"
     )
