@@ -67,6 +67,7 @@ class EngineRefused(ValueError):
 def _refusals(model: str) -> Iterator[None]:
     """Turns vLLM's errors about settings into `EngineRefused`."""
     from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
 
     try:
         yield
@@ -74,7 +75,7 @@ def _refusals(model: str) -> Iterator[None]:
         if "unexpected keyword" not in str(error):
             raise
         raise EngineRefused(f"--engine-args: {error}. Correct or omit it.") from error
-    except (ValueError, OSError, StrictDataclassError) as error:  # the last: of config.json
+    except (ValueError, OSError, StrictDataclassError, SafetensorError) as error:  # of its files
         raise EngineRefused(f"vLLM refuses to serve {model}: {error}") from error
 
 

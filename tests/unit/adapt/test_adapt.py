@@ -53,6 +53,10 @@ def test_invalid_lines_are_reported_with_their_numbers(refused, tmp_path, more, 
     assert all(word in said for word in [*words, "--on-bad-line skip"]), said
 
 
+def test_an_engine_too_short_for_the_prompts(refused):
+    assert "the target's limit before an answer is 3" in refused("--max-model-len", "10")
+
+
 def test_too_few_prompts(refused, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 20)
     assert "1 distinct prompt; at least 2" in refused()
