@@ -91,8 +91,10 @@ def read_limits(target: str, arguments: Mapping[str, Any]) -> tuple[Any, int | N
         config = AutoConfig.from_pretrained(target, **trusted).get_text_config()
     limit = arguments.get("max_model_len")
     if not isinstance(limit, int) or limit < 1:  # vLLM's default, or as long as fits
-        scaled = (getattr(config, "rope_parameters", None) or {}).get("factor") or 1
-        limit = int(getattr(config, "max_position_embeddings", None) or 0) * max(1, scaled)
+        rope = getattr(config, "rope_parameters", None) or {}
+        each = (rope, *(part for part in rope.values() if isinstance(part, dict)))  # layer types
+        scaled = max(1, *(part.get("factor") or 1 for part in each))
+        limit = scaled * (getattr(config, "max_position_embeddings", None) or 0)
     return tokenizer, int(limit) - 1 if limit else None
 
 
