@@ -15,15 +15,20 @@ from typing import Any
 
 from demo import packed, report, smollm2
 from demo.engines import record
-from demo.recording import Recording
+from demo.recording import FORMAT, Recording
 from demo.replay import replay
 from demo.svg import draw
 from vllm_medusa.cli.console import ConsoleProgress, run_job, stdout_console
-from vllm_medusa.files import require_parent
+from vllm_medusa.files import refuse_to_replace, require_parent
 from vllm_medusa.flags import add_flags, from_flags
+from vllm_medusa.heads import peek_heads
+from vllm_medusa.heads.checkpoint import require_fit
+from vllm_medusa.heads.files import find_target
+from vllm_medusa.heads.fingerprint import config_sizes
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.offline.machine import describe_machine
+from vllm_medusa.offline.options import check_speculation
 from vllm_medusa.offline.prompts import load_prompts
 from vllm_medusa.options import AtLeastZero, FromZero, Options, Positive, option
 
@@ -71,8 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def show(options: DemoOptions, progress: ConsoleProgress) -> int:
     """Run both engines or read a recording, and show the result; returns the exit status."""
-    for path in filter(None, (options.json, options.record)):
-        require_parent(path)
+    if options.json:
+        refuse_to_replace(options.json, "recording", lambda found: found.get("format") == FORMAT)
+    if options.record:
+        require_parent(options.record)
+        if options.record.suffix != ".svg" or options.record.is_dir():
+            raise ValueError(
+                f"--record {options.record}: pass the name of a file that ends in .svg."
+            )
     if options.recorded:
         recording = Recording.load(options.recorded)
     else:
@@ -98,10 +109,18 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
         if path is not None and not path.exists():
             raise ValueError(f"--{name} {path} does not exist; set --{name}.")
     if options.target is not None and not (options.target / "config.json").is_file():
-        raise ValueError(f"--target {options.target}: no config.json in it; pass a chat model.")
+        raise ValueError(
+            f"--target {options.target}: no config.json in it; pass the folder of a chat model "
+            "in transformers' format, not a GGUF file."
+        )
     prompts = load_prompts(options.prompts)
     target = options.target or smollm2.build(smollm2.MADE / "target", note=progress.note)
     drafter = packed.usable(options.drafter, target)
+    config = medusa_config(str(drafter), options.speculative_config)
+    check_speculation(config)
+    if config["method"] == "medusa":
+        sizes = config_sizes(find_target(target).config)
+        require_fit(peek_heads(drafter), sizes["hidden_size"], sizes["vocab_size"])
     machine = describe_machine()
     eager = options.eager
     if not eager and not (shutil.which("g++") or shutil.which("clang++")):
@@ -113,7 +132,7 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
         machine=f"{machine['cores']} cores of {machine['cpu']}{', eager' if eager else ''}",
         runs=record(
             target,
-            medusa_config(str(drafter), options.speculative_config),
+            config,
             prompts,
             options.temperatures,
             options.max_tokens,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from inspect import get_annotations
@@ -63,16 +64,29 @@ class Number:
 class Place:
     """A folder, a file or a hub model; unambiguous paths must exist."""
 
+    files: bool = True  # whether a file is allowed
+
     def allows(self, value: Any) -> bool:
         """Whether a value can be a name."""
         text = str(value).strip()
-        return bool(text) and (text[0] not in "/.~" or Path(text).expanduser().exists())
+        path = Path(os.path.expanduser(text))  # unlike Path's, accepts an unknown user
+        if path.is_file():
+            return self.files
+        return bool(text) and (text[0] not in "/.~" or path.exists())
 
     def __str__(self) -> str:
-        return "the name of an existing folder or file, or of a hub model"
+        if self.files:
+            return "the name of an existing folder or file, or of a hub model"
+        return (
+            "the name of an existing folder with config.json, tokenizer and safetensors, or of a "
+            "hub model (transformers makes such a folder of a GGUF file: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(TARGET), "
+            "and its tokenizer likewise)"
+        )
 
 
 Source = Annotated[str, Place()]
+Model = Annotated[str, Place(files=False)]
 Positive = Annotated[int, Number(int, 1)]
 FromZero = Annotated[int, Number(int, 0)]
 Seed = Annotated[int, Number(int, 0, (1 << 32) - 1)]  # in vLLM, -1 means no seed

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from support.assets import HEADS, TARGET
 from support.recordings import RECORDING, RUN
 
 from demo.__main__ import main
@@ -75,6 +76,32 @@ def test_unwritable_outputs_are_refused_first(run, tmp_path, capfd, option):
     assert run(RECORDING, option, str(tmp_path / "none" / "file")) == 2
     captured = capfd.readouterr()
     assert "none" in captured.err and not captured.out
+
+
+@pytest.mark.parametrize("option", ["--json", "--record"])
+def test_other_files_are_not_replaced(run, tmp_path, capfd, option):
+    (tmp_path / "notes").write_text("mine")
+    assert run(RECORDING, option, str(tmp_path / "notes")) == 2
+    captured = capfd.readouterr()
+    assert "notes" in captured.err and not captured.out
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--speculative-config", '{"treee": 1}'], "did you mean 'tree'"),
+        (["--drafter", TARGET], "holds no Medusa head"),
+        ([], "hidden size 256; the target has 32"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_starts_no_engine(tmp_path, monkeypatch, capfd, more, words):
+    monkeypatch.setattr("demo.__main__.record", lambda *_: pytest.fail("it was started"))
+    small = {"hidden_size": 32, "vocab_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    (tmp_path / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+    assert main(["--target", str(tmp_path), "--drafter", HEADS, *more]) == 2
+    assert words in (said := capfd.readouterr().err), said
 
 
 def shown_at(clock: float) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from vllm_medusa.offline.options import EngineOptions, PromptFile, TreeSize
-from vllm_medusa.options import Above, AtLeastZero, Number, Positive, Source, group, option
+from vllm_medusa.offline.options import EngineOptions, PromptFile, Samples, TreeSize
+from vllm_medusa.options import Above, AtLeastZero, Model, Number, Positive, group, option
 from vllm_medusa.training.options import (
     CacheOptions,
     HeadOptions,
@@ -33,13 +33,13 @@ class DrafterOptions(HeadOptions):
 class AdaptOptions(EngineOptions, PromptFile):
     """Options of `vllm_medusa.adapt.pipeline.adapt` and of `vllm-medusa adapt`."""
 
-    target: Source = option("a folder or a hub name", positional=True)
+    target: Model = option("a folder or a hub name", positional=True)
     output: Path = option("folder for the heads and their report", "-o")
     work: Path | None = option("folder for records, logs...", default=None, shown="OUTPUT.work")
     batch: Positive | None = option(  # type: ignore[assignment]
         "number of concurrent prompts", default=None, shown="64, fewer if memory is limited"
     )
-    samples: Positive = option("texts per prompt", default=1)
+    samples: Samples = option("texts per prompt", default=1)
     max_tokens: Positive = option("max tokens per answer", default=512)
     temperature: AtLeastZero = option("sampling, also in the final measurement", default=0.7)
     heldout_share: Annotated[float, Number(float, 0, 0.5, above=True)] = option(

@@ -19,7 +19,14 @@ from vllm_medusa.files import (
     require_parent,
 )
 from vllm_medusa.job import Progress, duration, plural
-from vllm_medusa.offline.defaults import EnginePlan, Length, TargetSizes, measure, plan_engine
+from vllm_medusa.offline.defaults import (
+    EnginePlan,
+    Length,
+    TargetSizes,
+    measure,
+    plan_engine,
+    readable,
+)
 from vllm_medusa.offline.engine import start_seconds
 from vllm_medusa.offline.machine import fast_bfloat16
 from vllm_medusa.offline.options import EngineOptions
@@ -96,15 +103,17 @@ def check(options: AdaptOptions, progress: Progress) -> Plan:
     target, config, tokenizer = _read_target(options.target)
     options, why = _with_dtype(options, config)
     sizes = TargetSizes.of(options.target, options.dtype)
-    lengths = _measure(prompts, options, tokenizer, sizes.positions, progress)
+    given = options.max_model_len or options.engine_args.get("max_model_len")
+    limits = [n for n in (given, sizes.positions) if isinstance(n, int) and n > 0]
+    lengths = _measure(prompts, options, tokenizer, min(limits, default=None), progress)
     positions = [length.positions(options.max_tokens) for length in lengths]
-    room = sizes.positions or max(positions)
+    room = min(limits, default=max(positions))
     amounts = Amounts.of(lengths, options.samples, options.max_tokens, room)
     engine = plan_engine(
         options.target,
         [n for n in positions for _ in range(options.samples)],
         options.batch or EngineOptions.batch,
-        options.max_model_len or options.engine_args.get("max_model_len"),
+        given,
         dtype=options.dtype,
         tokens=amounts.written,
     )
@@ -152,6 +161,11 @@ def _check_output(options: AdaptOptions) -> None:
                 f"{what} ({path}) is in --output {output}, which is replaced as a whole. Use a "
                 f"separate folder, such as {output / 'heads'}."
             )
+    if place.is_mount():
+        raise ValueError(
+            f"--output {output} is a mount point, which can't be replaced as a whole. Use a folder "
+            f"in it, such as {output / 'heads'}."
+        )
     empty = not output.exists() or (output.is_dir() and not any(output.iterdir()))
     if not empty and written_by_adapt(output) is None:
         raise ValueError(
@@ -169,23 +183,12 @@ def _read_target(target: str) -> tuple[dict[str, Any], Any, Any]:
 
     from vllm_medusa.heads.fingerprint import target_fingerprint
 
-    folder = Path(target).expanduser()
-    if folder.is_file():
-        raise ValueError(
-            f"{target} is a file; adapt needs a folder in transformers' format, with "
-            "config.json, the tokenizer and safetensors. For a GGUF file, pass the model it was "
-            "made from, or save it as such a folder: AutoModelForCausalLM.from_pretrained(FOLDER, "
-            "gguf_file=NAME).save_pretrained(TARGET), and its tokenizer likewise."
-        )
-    try:
-        if not folder.exists():
+    with readable(target):
+        if not Path(target).expanduser().exists():
             kinds = ["*.safetensors", "*.json", "*.model", "*.jinja"]
             snapshot_download(target, allow_patterns=kinds)
         config = AutoConfig.from_pretrained(target)
         tokenizer = AutoTokenizer.from_pretrained(target)
-    except Exception as error:  # transformers and its libraries raise anything
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{target} is not a model that can be read: {reason:.300}") from None
     if config.is_encoder_decoder:
         raise ValueError(f"{target} is an encoder-decoder model; heads need a decoder-only model.")
     return target_fingerprint(target), config.get_text_config(), tokenizer
@@ -241,9 +244,10 @@ def _check_disk(options: AdaptOptions, files: int, states: int) -> None:
         if free + there < needed + _RESERVE:
             raise ValueError(
                 f"the disk of {place} has {free / 1e9:.1f} GB free, but up to "
-                f"{needed / 1e9:.1f} GB may be needed, including {states / 1e9:.1f} GB for the "
-                "target's hidden states. Free space, use a --work folder on another disk, lower "
-                "--samples or --max-tokens, or keep fewer states (slower): --cache-gb GB."
+                f"{(needed + _RESERVE) / 1e9:.1f} GB may be needed, including {states / 1e9:.1f} "
+                f"GB for the target's hidden states and {_RESERVE / 1e9:.1f} GB to spare. Free "
+                "space, use a --work folder on another disk, lower --samples or --max-tokens, or "
+                "keep fewer states (slower): --cache-gb GB."
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from vllm_medusa.options import AtLeastZero, Number, Options, Positive, Source, group, option
+from vllm_medusa.options import AtLeastZero, Model, Number, Options, Positive, group, option
 from vllm_medusa.training.options import MachineOptions
 from vllm_medusa.tree.topology import MAX_NODES
 
@@ -15,7 +15,7 @@ Drafted = Annotated[int, Number(int, 1, MAX_NODES - 1)]  # max of any tree
 class CalibrateOptions(Options):
     """Options of `vllm_medusa.calibration.calibrate.calibrate` and of `vllm-medusa calibrate`."""
 
-    model: Source = option("the target: a folder or a hub name", positional=True)
+    model: Model = option("the target: a folder or a hub name", positional=True)
     heads: Path = option("the heads' folder", positional=True)
     data: Path = option("records, as JSON lines", "-i")
     on_bad_line: Literal["refuse", "skip"] = option(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_medusa.cli.console import ConsoleProgress
-from vllm_medusa.options import Options, Source, option
+from vllm_medusa.options import Model, Options, Source, option
 
 TEXT = """\
 Describe a checkpoint of Medusa heads: its contents, its provenance, whether a value is damaged,
@@ -27,7 +27,7 @@ class InspectOptions(Options):
     """Options of `vllm-medusa inspect`."""
 
     path: Source = option("the heads: a folder, a file or a hub name", positional=True)
-    target: Source | None = option("the target model to check against", default=None)
+    target: Model | None = option("the target model to check against", default=None)
     revision: str | None = option("branch, tag or commit of a hub name", default=None)
     json: bool = option("for programs", default=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from vllm_medusa.options import Options, Source, option
+from vllm_medusa.options import Model, Options, Source, option
 
 
 class ConvertOptions(Options):
@@ -24,7 +24,7 @@ class ConvertOptions(Options):
         "speculators",
     ] = option("the format to write; for EAGLE-3 drafters the last three, or native")
     output: Path = option("the folder to write", "-o")
-    target: Source | None = option(
+    target: Model | None = option(
         "the heads' target, for its LM head, sizes and fingerprint",
         default=None,
     )

@@ -227,8 +227,8 @@ def _from_folder(fetch: Fetch, label: str) -> CheckpointFiles:
         ) from failure
     present = sorted(entry.name for entry in folder.iterdir()) if folder else []
     raise HeadsError(
-        f"heads {label!r}: none of {', '.join((*HEADS_FILES, *MODEL_FILES))} exists, only "
-        f"{', '.join(present[:8]) or 'nothing'}. Pass the heads' folder or the file itself"
+        f"heads {label!r}: none of {', '.join((*HEADS_FILES, *MODEL_FILES))} exists; it "
+        f"holds {', '.join(present[:8]) or 'no files'}. Pass the heads' folder or the file itself"
     )
 
 

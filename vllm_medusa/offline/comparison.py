@@ -15,13 +15,19 @@ from vllm_medusa.files import refuse_to_replace, write_json
 from vllm_medusa.heads import peek_heads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress, plural
-from vllm_medusa.offline.defaults import Length, measure, plan_engine
+from vllm_medusa.offline.defaults import measure, plan_engine, read_limits
 from vllm_medusa.offline.engine import Sampling, medusa_config
 from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.machine import describe_machine, format_machine
 from vllm_medusa.offline.options import CompareOptions, check_speculation
 from vllm_medusa.offline.process import EngineProcess
-from vllm_medusa.offline.prompts import Prompt, load_prompts
+from vllm_medusa.offline.prompts import (
+    Prompt,
+    PromptError,
+    load_prompts,
+    partition,
+    settle_bad_lines,
+)
 
 AUTOMATIC = "automatic"  # dynamic trees of automatic size
 COLUMNS = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical")
@@ -61,10 +67,10 @@ def compare(
     if output is not None:
         refuse_to_replace(output, "figures", is_document)
     configs = speculation(options)
-    prompts = prompts_of(options, progress)
+    prompts, positions = answerable(options, prompts_of(options, progress), progress)
     plan = plan_engine(
         options.target,
-        positions(options, prompts),
+        positions,
         options.batch,
         options.max_model_len,
         dtype=options.dtype,
@@ -163,12 +169,21 @@ def speculation(options: CompareOptions) -> dict[int | None, dict[str, Any]]:
     return found
 
 
-def positions(options: CompareOptions, prompts: Sequence[Prompt]) -> list[int]:
-    """Number of positions of each prompt with its answers; refused prompts are omitted."""
-    from transformers import AutoTokenizer
+def answerable(
+    options: CompareOptions, prompts: Sequence[Prompt], progress: Progress
+) -> tuple[list[Prompt], list[int]]:
+    """Prompts that the target can answer, the others being bad lines, and their positions.
 
-    measured = measure(prompts, AutoTokenizer.from_pretrained(options.target))
-    return [each.positions(options.max_tokens) for each in measured if isinstance(each, Length)]
+    Positions include the answers.
+    """
+    given = {"max_model_len": options.max_model_len} | options.engine_args
+    lengths, bad = partition(measure(prompts, *read_limits(options.target, given)))
+    settle_bad_lines(options.prompts, bad, options.on_bad_line, progress)
+    if not lengths:
+        raise PromptError(f"{options.prompts}: no prompts left; pass others.")
+    refused = {line.index for line in bad}
+    kept = [prompt for prompt in prompts if prompt.index not in refused]
+    return kept, [length.positions(options.max_tokens) for length in lengths]
 
 
 def prompts_of(options: CompareOptions, progress: Progress = SILENT) -> list[Prompt]:

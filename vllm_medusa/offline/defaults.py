@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate
@@ -64,6 +65,39 @@ def measure(
             yield Length(whole, max(1, len(prompt.turns)))
 
 
+@contextmanager
+def readable(target: str) -> Iterator[None]:
+    """Turns errors of reading a target's config or tokenizer into ValueError."""
+    try:
+        yield
+    except Exception as error:  # transformers and its libraries raise anything
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise ValueError(
+            f"{target} is not a model that can be read: {reason}. Pass a folder with the "
+            "model's config.json, tokenizer and safetensors."
+        ) from None
+
+
+def read_limits(target: str, arguments: Mapping[str, Any]) -> tuple[Any, int | None]:
+    """The target's tokenizer, and the max tokens of a prompt in an engine with these arguments.
+
+    The limit is vLLM's or above it; None: unknown.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    trusted = {"trust_remote_code": bool(arguments.get("trust_remote_code"))}
+    with readable(target):
+        tokenizer = AutoTokenizer.from_pretrained(target, **trusted)
+        config = AutoConfig.from_pretrained(target, **trusted).get_text_config()
+    limit = arguments.get("max_model_len")
+    if not isinstance(limit, int) or limit < 1:  # vLLM's default, or as long as fits
+        rope = getattr(config, "rope_parameters", None) or {}
+        each = (rope, *(part for part in rope.values() if isinstance(part, dict)))  # layer types
+        scaled = max(1, *(part.get("factor") or 1 for part in each))
+        limit = scaled * (getattr(config, "max_position_embeddings", None) or 0)
+    return tokenizer, int(limit) - 1 if limit else None
+
+
 @dataclass(frozen=True)
 class TargetSizes:
     """Sizes of a target that determine its engine's memory."""
@@ -80,7 +114,8 @@ class TargetSizes:
 
         from vllm_medusa.heads.files import find_target
 
-        config = AutoConfig.from_pretrained(target).get_text_config()
+        with readable(target):
+            config = AutoConfig.from_pretrained(target).get_text_config()
         own = str(getattr(config, "dtype", None) or "float32")
         size = 4 if (own if dtype == "auto" else dtype).endswith(("float32", "float")) else 2
         files = find_target(target)

@@ -66,13 +66,16 @@ class EngineRefused(ValueError):
 @contextmanager
 def _refusals(model: str) -> Iterator[None]:
     """Turns vLLM's errors about settings into `EngineRefused`."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
     try:
         yield
     except TypeError as error:
         if "unexpected keyword" not in str(error):
             raise
         raise EngineRefused(f"--engine-args: {error}. Correct or omit it.") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StrictDataclassError, SafetensorError) as error:  # of its files
         raise EngineRefused(f"vLLM refuses to serve {model}: {error}") from error
 
 
@@ -106,7 +109,6 @@ class VllmEngine:
             EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.
 
         """
-        import psutil
         import torch
         from vllm import LLM
 
@@ -116,8 +118,12 @@ class VllmEngine:
             if seeded:
                 defaults["enable_chunked_prefill"] = False
             if not MEMORY_OPTIONS & arguments.keys():
-                # vLLM's default is 92 % of the memory; it fails if that is not free
-                share = 0.8 * available_memory() / psutil.virtual_memory().total
+                from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+
+                # vLLM's default is 92 % of its memory node; it fails if that is not free
+                node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+                free = min(node.available_memory, available_memory())
+                share = 0.8 * free / node.total_memory
                 defaults["gpu_memory_utilization"] = round(min(0.5, share), 3)
         with _refusals(arguments["model"]):
             self.llm: LLM = LLM(**defaults | dict(arguments))

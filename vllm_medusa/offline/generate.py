@@ -12,11 +12,21 @@ from vllm_medusa.files import digest
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Conversation, Result, Session
+from vllm_medusa.offline.defaults import measure, read_limits
 from vllm_medusa.offline.engine import Sampling, start_seconds, without_memory
 from vllm_medusa.offline.options import GenerateOptions, PromptJob
 from vllm_medusa.offline.process import EngineProcess
-from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
+from vllm_medusa.offline.prompts import (
+    Prompt,
+    PromptError,
+    load_prompts,
+    partition,
+    settle_bad_lines,
+)
 from vllm_medusa.offline.results import ResultLog, fingerprint
+
+# LLM arguments with which a prompt's length and limit are known to vLLM only
+_OTHER_MODEL = {"tokenizer", "tokenizer_mode", "tokenizer_revision", "hf_overrides"}
 
 
 @dataclass(frozen=True)
@@ -131,12 +141,14 @@ def run_prompts(
     if done >= total:
         progress.note("nothing to do")
         return None
-    acceptance, tokens = Acceptance(), 0
+    acceptance, tokens, prompts = Acceptance(), 0, list(prompts)
+    if options.prompts is not None and options.on_bad_line == "refuse":
+        refuse_unanswerable(options, prompts)
     progress.note(f"starting vLLM (about {start_seconds(options.engine_args)} s)")
     with EngineProcess(options.llm_arguments(), sampling, seeded=seed is not None) as engine:
         engine.session = session
         start = time.perf_counter()
-        for result in engine.stream(list(prompts), options.batch, seed):
+        for result in engine.stream(prompts, options.batch, seed):
             written = lines(result)
             if result.error is not None and any("error" in line for line in written):
                 _report_refusal(result, options, progress)
@@ -149,6 +161,23 @@ def run_prompts(
             progress.at("generating", done, total, f"{rate:.0f} tok/s{tau}")
         seconds = time.perf_counter() - start
     return Speed(tokens, seconds, acceptance.tau)
+
+
+def refuse_unanswerable(options: PromptJob, prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts that the engine would refuse, perhaps after hours.
+
+    Raises PromptError: prompts that are too long, or that the chat template refuses.
+    """
+    arguments = options.llm_arguments()
+    if _OTHER_MODEL & arguments.keys():
+        return
+    try:
+        limits = read_limits(options.model, arguments)
+    except ValueError:  # vLLM can read more models
+        return
+    each = {prompt.line: prompt for prompt in prompts}  # without further samples
+    _, bad = partition(measure(each.values(), *limits))
+    settle_bad_lines(options.prompts, bad, options.on_bad_line, SILENT)
 
 
 def _report_refusal(result: Result, options: PromptJob, progress: Progress) -> None:

@@ -11,6 +11,7 @@ from vllm_medusa.options import (
     Above,
     AtLeastZero,
     Dtype,
+    Model,
     Number,
     Options,
     Positive,
@@ -22,6 +23,7 @@ from vllm_medusa.options import (
 from vllm_medusa.tree.topology import MAX_NODES
 
 TreeSize = Annotated[int, Number(int, 1, MAX_NODES - 1)]  # draft nodes
+Samples = Annotated[int, Number(int, 1, 10_000)]
 OnBadLine = Literal["refuse", "skip"]
 
 
@@ -93,7 +95,7 @@ def check_speculation(config: Mapping[str, Any]) -> None:
 class PromptJob(EngineOptions, Speculation, PromptFile):
     """A file of prompts run through vLLM."""
 
-    model: Source = option("the target: a folder or a hub name", positional=True)
+    model: Model = option("the target: a folder or a hub name", positional=True)
     max_tokens: Positive = option("max tokens per answer", default=256)
     top_p: Share = option(default=1.0)
     top_k: int = option("number of tokens; 0 or -1: all", default=0, shown="")
@@ -140,9 +142,7 @@ class DistillOptions(PromptJob):
     )
     output: Path = option("file for records, as JSON lines", "-o")
     max_tokens: Positive = option("max tokens per answer", default=512)
-    samples: Annotated[int, Number(int, 1, 10_000)] = option(
-        "texts per prompt", default=1, metavar="N"
-    )
+    samples: Samples = option("texts per prompt", default=1, metavar="N")
     temperature: tuple[AtLeastZero, ...] = option(
         "one or more; successive samples use the next one", default=(0.7,), metavar="T"
     )
@@ -186,7 +186,7 @@ class DistillOptions(PromptJob):
 class CompareOptions(EngineOptions):
     """Options of `vllm_medusa.offline.comparison.compare` and of `vllm-medusa compare`."""
 
-    target: Source = option("a folder or a hub name", positional=True)
+    target: Model = option("a folder or a hub name", positional=True)
     heads: Source = option("a folder, a file or a hub name", positional=True)
     prompts: Path = option("a file of prompts or records", "-i")
     on_bad_line: OnBadLine = option(default="refuse")

@@ -24,10 +24,11 @@ from typing import Any
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress, plural
 from vllm_medusa.offline.batch import Answer, Conversation, Engine, Request, Result, Session
+from vllm_medusa.offline.defaults import readable
 from vllm_medusa.offline.engine import Sampling
 from vllm_medusa.offline.generate import Speed, open_results, run_prompts
 from vllm_medusa.offline.options import DistillOptions
-from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
+from vllm_medusa.offline.prompts import Prompt, load_prompts
 from vllm_medusa.offline.records import key_of
 from vllm_medusa.training.self_talk import SelfTalk, require_self_talk
 
@@ -110,12 +111,8 @@ def _talker(model: str) -> Any:
     """The target's tokenizer, whose chat template must show where turns start and end."""
     from transformers import AutoTokenizer
 
-    try:
+    with readable(model):
         tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise PromptError(
-            f"--self-talk needs the target's tokenizer, but {model} has no readable one: {error}"
-        ) from None
     require_self_talk(tokenizer)
     return tokenizer
 

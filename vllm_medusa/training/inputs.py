@@ -8,13 +8,13 @@ from typing import Any
 
 from vllm_medusa.heads.files import find_target
 from vllm_medusa.heads.fingerprint import fingerprint_of
-from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.offline.defaults import readable
 from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.offline.records import Record, load_records, split_heldout
 from vllm_medusa.training.options import TextFiles, TrainOptions
 from vllm_medusa.training.rows import row_ranges
-from vllm_medusa.training.target import TargetError, stored_dtype
+from vllm_medusa.training.target import stored_dtype
 
 # keys of a target's config.json that do not affect its hidden states, or that are known otherwise
 _NOT_COMPUTED = (
@@ -43,9 +43,8 @@ class Inputs:
         """Read everything except the target's weights.
 
         Raises:
-            TargetError: no such target.
             PromptError: no such file, or bad lines without ``skip``.
-            ValueError: no records, or unusable ones.
+            ValueError: no such target; no records, or unusable ones.
 
         """
         files, self.source = options.files, options.model
@@ -138,23 +137,14 @@ def identify(source: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Find a target: transformers' config of its text, its fingerprint, and its config.json."""
     from transformers import AutoConfig
 
-    if Path(source).is_file():
-        raise TargetError(
-            f"{source} is a file; a target is a folder in transformers' format, with "
-            "config.json and safetensors. For a GGUF file, pass the model that it was made from."
-        )
-    try:
+    with readable(source):
         if not Path(source).exists():
             from huggingface_hub import snapshot_download
 
             snapshot_download(source, allow_patterns=_FILES)
         config = AutoConfig.from_pretrained(source).get_text_config()
-        files = find_target(source)
-        return config, fingerprint_of(files), files.config
-    except (OSError, ValueError) as error:
-        if isinstance(error, HeadsError):
-            raise TargetError(str(error)) from error
-        raise TargetError(f"{source} is not a readable target: {error}") from error
+    files = find_target(source)
+    return config, fingerprint_of(files), files.config
 
 
 def find_tokenizer(source: str) -> Any:

@@ -14,12 +14,12 @@ from vllm_medusa.options import (
     AtLeastZero,
     Dtype,
     FromZero,
+    Model,
     Number,
     Options,
     Positive,
     Seed,
     Share,
-    Source,
     command_line,
     group,
     option,
@@ -221,7 +221,7 @@ class JointOptions(Options):
 class TrainOptions(Options):
     """Options of `vllm_medusa.training.train.train` and of `vllm-medusa train`."""
 
-    model: Source = option("the target: a folder or a hub name", positional=True)
+    model: Model = option("the target: a folder or a hub name", positional=True)
     method: Literal["medusa-1", "medusa-2"] = option(default="medusa-1")
     files: TextFiles = group("files")
     heads: HeadOptions = group("heads", factory=HeadOptions)

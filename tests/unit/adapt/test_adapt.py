@@ -53,6 +53,10 @@ def test_invalid_lines_are_reported_with_their_numbers(refused, tmp_path, more, 
     assert all(word in said for word in [*words, "--on-bad-line skip"]), said
 
 
+def test_an_engine_too_short_for_the_prompts(refused):
+    assert "the target's limit before an answer is 3" in refused("--max-model-len", "10")
+
+
 def test_too_few_prompts(refused, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 20)
     assert "1 distinct prompt; at least 2" in refused()
@@ -123,7 +127,7 @@ def test_an_invalid_target(refused, arguments, tmp_path):
     arguments[1] = str(broken / "model.gguf")
     (broken / "model.gguf").write_bytes(b"GGUF")
     said = refused()
-    assert "is a file; adapt needs a folder" in said and "gguf_file=NAME" in said
+    assert "an existing folder with config.json" in said and "gguf_file=NAME" in said
 
 
 def test_the_plan_is_printed_first(arguments, tmp_path, monkeypatch, capfd):

@@ -1,16 +1,20 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.assets import TARGET
 from support.commands import run
 from support.fake_engine import FakeProcess
 
 from vllm_medusa.heads import MedusaHeads, save_heads
+from vllm_medusa.job import SILENT
 from vllm_medusa.offline import comparison
 from vllm_medusa.offline.defaults import TargetSizes
 from vllm_medusa.offline.options import CompareOptions
+from vllm_medusa.offline.prompts import PromptError
 
 AUTOMATIC = 0  # no budget and no tree
 SECONDS = {None: 1.0, 2: 0.8, 4: 0.5, 6: 2.0, AUTOMATIC: 0.4}  # per group, by budget
@@ -38,7 +42,7 @@ class Engine(FakeProcess):
 def arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "EngineProcess", Engine)
     monkeypatch.setattr(Engine, "started", [])
-    monkeypatch.setattr(comparison, "positions", lambda *_: [99])
+    monkeypatch.setattr(comparison, "answerable", lambda _, prompts, __: (prompts, [99]))
     monkeypatch.setattr(TargetSizes, "of", lambda *_: TargetSizes(250, 1000, 10, None))
     heads = MedusaHeads(3, 1, 8, 16, num_lm_heads=0, dtype=torch.float32)
     tree = [[0], [1], [0, 0], [2], [0, 1], [0, 0, 0]]
@@ -124,6 +128,21 @@ def test_other_tokens_fail_only_in_float32(
     good, *_, bad = comparison.all_rows(figures(tmp_path))[: 2 if wrong else 3]
     assert good["identical"] and not bad["identical"]
     assert bad["differences"][0]["position"] == 3
+
+
+def test_prompts_that_the_target_cannot_answer(tmp_path):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "x = 1\n" * n}) + "\n" for n in (2, 3000, 3)))
+    options = CompareOptions(target=TARGET, heads="h", prompts=data, max_tokens=10)
+    prompts = comparison.prompts_of(options)
+    with pytest.raises(PromptError, match=r"(?s)1 bad line.*line 2: \d+ tokens; .* is 2047"):
+        comparison.answerable(options, prompts, SILENT)
+    skipping = replace(options, on_bad_line="skip")
+    kept, positions = comparison.answerable(skipping, prompts, SILENT)
+    assert [prompt.index for prompt in kept] == [0, 2]
+    assert len(positions) == 2 and min(positions) > 10
+    with pytest.raises(PromptError, match="no prompts left"):
+        comparison.answerable(skipping, prompts[1:2], SILENT)
 
 
 def test_prompts_of_records_precede_the_answers(tmp_path):

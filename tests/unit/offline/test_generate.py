@@ -1,6 +1,11 @@
 """The generate job without its command: results, notes and input."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
+from support.assets import TARGET
 from support.fake_engine import FakeProcess
 from support.recorded_progress import RecordingProgress
 
@@ -37,6 +42,33 @@ def test_results_are_returned_and_reported(tmp_path, reads):
     again = RecordingProgress()
     assert job.generate(options, again).speed is None
     assert again.notes[1:] == ["resuming: 3 of 3 are done", "nothing to do"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "template", "words"),
+    [
+        (None, None, r"line 3: \d+ tokens; the target's limit before an answer is 2047"),
+        (9, None, r"2 bad lines.*line 2: .* is 8\n  line 3"),
+        (None, "{{ messages[0].content ", "line 1: the chat template refuses the conversation"),
+    ],
+)
+def test_unanswerable_prompts_are_refused_before_an_engine_starts(
+    tmp_path, monkeypatch, limit, template, words
+):
+    target, path = tmp_path / "target", tmp_path / "p.jsonl"
+    target.mkdir()
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TARGET) / file, target)
+    if template:
+        (target / "chat_template.jinja").write_text(template)
+    texts = ("a b", "x = 1\n" * 20, "x = 1\n" * 3000)
+    path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
+    monkeypatch.setattr(job, "EngineProcess", lambda *_, **__: pytest.fail("it was started"))
+    output = tmp_path / "o.jsonl"
+    options = GenerateOptions(model=str(target), prompts=path, output=output, max_model_len=limit)
+    with pytest.raises(prompts.PromptError, match=f"(?s){words}"):
+        job.generate(options)
+    assert not output.exists()
 
 
 def test_lookup_works_with_or_without_heads():
