@@ -1,8 +1,9 @@
 """Hydra's heads on CPUs: a whole beam in one call of `hydra.cpp`.
 
 A step drafts a few nodes, so its time is that of reading the heads' weights and of some hundred
-small operations in torch. The kernel reads weights of one byte (unless the model is in fp32) and is
-one call: for 7 drafts of SmolLM2 on two cores 1.0 ms, `build.of_beam` with packed heads 1.8 ms.
+small operations in torch. The kernel reads weights of one byte (fp32 if the checkpoint is in fp32)
+and is one call: for 7 drafts of SmolLM2 on two cores 1.0 ms, `build.of_beam` with packed heads
+1.8 ms.
 """
 
 from __future__ import annotations
@@ -60,27 +61,28 @@ class HydraBeam:
         embedding: Tensor,  # [>= vocab_size, H], the target's
         sharpness: Tensor | None = None,  # float32 [levels], factors on each head's logits
         soft_cap: float | None = None,  # of the target's logits
+        *,
+        exact: bool = False,  # weights in fp32 instead of int8
     ) -> None:
         assert heads.lm_head_weight is not None
         levels, size = heads.num_heads, heads.hidden_size
         self.token_map = heads.token_map
         self._kept: list[Any] = [embedding]  # keeps the pointers valid
-        small = heads.lm_head_weight.dtype != torch.float32
         first = []
         for each in heads.inputs:
             assert isinstance(each, HydraInput)
             weight = torch.cat([each.skip_weight, each.weight])
-            first.append(self._matrix(weight, torch.cat([each.skip_bias, each.bias]), small))
+            first.append(self._matrix(weight, torch.cat([each.skip_bias, each.bias]), not exact))
         layers = []
         for level in range(levels):
             for block in heads.blocks:
                 assert isinstance(block, ResBlock)
                 bias = None if block.bias is None else block.bias[level]
-                layers.append(self._matrix(block.weight[level], bias, small))
+                layers.append(self._matrix(block.weight[level], bias, not exact))
         lm_heads = []
         for slot, weight in enumerate(heads.lm_head_weight):
             bias = None if heads.lm_head_bias is None else heads.lm_head_bias[slot]
-            lm_heads.append(self._matrix(weight, bias, small))
+            lm_heads.append(self._matrix(weight, bias, not exact))
         lm_heads *= levels // len(lm_heads)
         factors = torch.ones(levels) if sharpness is None else sharpness.float().contiguous()
         self._kept.append(factors)

@@ -120,7 +120,7 @@ class MedusaDrafter:
         if shard is not None and not heads.shared_lm_head:
             rows = slice(shard.first_id, shard.first_id + shard.num_ids)
         self._embed = target_embedding(target_model) if info.is_hydra else None
-        self.beam = self._beam_of(heads)
+        self.beam = self._beam_of(heads, exact=info.dtype == torch.float32)
         if self.beam is None:
             self.heads = arranged(heads, self.device, rows)
             self.stages = self._stages_of(heads)
@@ -209,7 +209,7 @@ class MedusaDrafter:
             logits: Tensor = getattr(self._target, name)(rows)
         return logits
 
-    def _beam_of(self, heads: MedusaHeads) -> HydraBeam | None:
+    def _beam_of(self, heads: MedusaHeads, *, exact: bool) -> HydraBeam | None:
         """Hydra heads with dynamic trees on a single CPU rank, if the kernel supports them."""
         if (
             self.device.type != "cpu"
@@ -222,7 +222,7 @@ class MedusaDrafter:
         assert isinstance(source, Beam)
         if embedding is None or not HydraBeam.serves(heads, embedding, source):
             return None
-        return HydraBeam(heads, embedding, self._sharpness, self._soft_cap)
+        return HydraBeam(heads, embedding, self._sharpness, self._soft_cap, exact=exact)
 
     def _stages_of(self, heads: MedusaHeads) -> Stages | None:
         """The criterion by which packed heads skip deep heads."""

@@ -52,7 +52,8 @@ def test_drafts_what_the_builder_drafts(
     batch, depth = len(depths), torch.tensor(depths)
     states, root = torch.randn(batch, HIDDEN), torch.randint(0, VOCAB, (batch,))
     sharpness = torch.tensor([1.0, 0.7, 1.3])
-    kernel = HydraBeam(heads, embedding, sharpness, soft_cap)
+    exact = dtype == torch.float32
+    kernel = HydraBeam(heads, embedding, sharpness, soft_cap, exact=exact)
     assert HydraBeam.serves(heads, embedding, beam)
 
     def read(logits, width, factors):
@@ -62,9 +63,9 @@ def test_drafts_what_the_builder_drafts(
             logits = torch.tanh(logits / soft_cap) * soft_cap
         return read_choices_in_torch(logits, width, factors, heads.token_map)
 
-    exact = heads.float()
-    exact.use_target_embedding(embedding.float())
-    step = HydraStep(exact, states, exact.embed, None, sharpness, read)
+    heads = heads.float()
+    heads.use_target_embedding(embedding.float())
+    step = HydraStep(heads, states, heads.embed, None, sharpness, read)
     expected = build_tree(step, beam, root, num_nodes, depth, limit)
     found = kernel.draft(states, root, beam, num_nodes, depth, limit)
     if limit is not None:  # drafts beyond it depend on the neighbors
