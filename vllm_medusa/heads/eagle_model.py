@@ -25,6 +25,7 @@ from vllm_medusa.heads.eagle import LAYER_IDS, default_layers
 from vllm_medusa.heads.model import HeadsError
 
 _WIDTH_OF_HEAD = 64  # default if not in the target's config
+_LANES = 16  # channels are padded to keep vectors whole
 
 
 @dataclass(frozen=True)
@@ -254,18 +255,25 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         return F.scaled_dot_product_attention(
             query, keys[0], values[0], is_causal=True, enable_gqa=True
         )
-    length, dim = query.shape[-2:]
-    groups = keys[0].shape[1]
-    query = query.unflatten(1, (groups, -1)) * dim**-0.5  # [B, key heads, group, L, D]
-    exact = query @ keys[0].unsqueeze(2).transpose(-1, -2)  # [.., L, L]
-    ahead = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    exact = exact.masked_fill(ahead, -torch.inf)
-    chain = torch.stack([(query * key.unsqueeze(2)).sum(-1) for key in keys[1:]], -1)
-    weights = torch.cat([exact, chain], -1).float().softmax(-1).to(values[0].dtype)
-    mixed = weights[..., :length] @ values[0].unsqueeze(2)
-    for step, value in enumerate(values[1:]):
-        mixed = mixed + weights[..., length + step, None] * value.unsqueeze(2)
-    return mixed.flatten(1, 2)
+    # The chain's weights relative to the exact entries', whose exponentials sum to exp(score) /
+    # weight of any of them: a channel of the values selects entry 0.
+    dim, groups = query.shape[-1], keys[0].shape[1]
+    wide, key, value = (F.pad(part, (0, _LANES)) for part in (query, keys[0], values[0]))
+    value[:, :, 0, dim] = 1.0
+    mixed = F.scaled_dot_product_attention(
+        wide, key, value, is_causal=True, scale=dim**-0.5, enable_gqa=True
+    ).unflatten(1, (groups, -1))  # [B, key heads, group, L, D + lanes]
+    query = query.unflatten(1, (groups, -1)) * dim**-0.5
+
+    def score(key: Tensor) -> Tensor:
+        return (query * key.unsqueeze(2)).sum(-1, dtype=torch.float32)
+
+    shift = mixed[..., dim].float().clamp_min(1e-37).log() - score(keys[0][:, :, :1])
+    found, total = mixed[..., :dim], torch.ones(())
+    for key, value in zip(keys[1:], values[1:], strict=True):
+        weight = (score(key) + shift).exp().unsqueeze(-1)
+        found, total = found + weight.to(value.dtype) * value.unsqueeze(2), total + weight
+    return (found / total).to(value.dtype).flatten(1, 2)
 
 
 def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
