@@ -63,7 +63,7 @@ def new_drafter(
     frozen_lm_head: bool,
     seed: int,
 ) -> EagleDrafter:
-    """An untrained drafter initialized from the target's last decoder layer and LM head.
+    """An untrained drafter initialized from the target's last decoder layer, norm and LM head.
 
     It reads the deepest of its features through that layer, and, with small weights, the token's
     embedding, which is not an input of the target's layer. Other shapes or names stay random.
@@ -76,7 +76,12 @@ def new_drafter(
     rows = slice(None) if token_map is None else token_map
     with torch.no_grad():
         drafter.lm_head.weight.copy_(target.lm_head_weight[rows].float() * target.logit_scale)
-        drafter.norm.weight.copy_(states.square().mean(0).sqrt())  # scale of the states
+        norm = getattr(target.backbone, "norm", None)
+        if norm is None:
+            drafter.norm.weight.copy_(states.square().mean(0).sqrt())  # scale of the states
+        else:
+            ones = torch.ones_like(target.embedding_weight[:1])  # an RMS of 1
+            drafter.norm.weight.copy_(norm(ones)[0])
         _start_from(dict(decoder_layers(target)[-1].named_parameters()), drafter)
     drafter.frozen_lm_head = frozen_lm_head
     drafter = drafter.to(target.device)
