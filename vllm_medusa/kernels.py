@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,24 +52,30 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compile` for functions of wide rows; the number of rows may vary.
 
     Runs as written where the first argument has rows of fewer than `FUSED_WIDTH` elements, for
-    which compiling (some seconds) does not pay, and where there is no C++ compiler.
+    which compiling (some seconds) does not pay, and, with a warning, where compiling fails.
     """
-    compiled = torch.compile(function)
+    compiled: Callable[..., Any] | None = None
     failed = False
 
     @functools.wraps(function)
     def call(rows: Tensor, *others: Tensor) -> Any:
-        nonlocal failed
-        if not failed and rows.shape[-1] >= FUSED_WIDTH:
-            for given in (rows, *others):
-                torch._dynamo.maybe_mark_dynamic(given, 0)
-            try:
-                return compiled(rows, *others)
-            except torch._inductor.exc.InductorError as error:
-                if "compiler" not in str(error):
-                    raise
-                failed = True
-        return function(rows, *others)
+        nonlocal compiled, failed
+        if failed or rows.shape[-1] < FUSED_WIDTH:
+            return function(rows, *others)
+        import torch._dynamo  # takes seconds
+        import torch._inductor.exc
+
+        if compiled is None:
+            compiled = torch.compile(function)
+        for given in (rows, *others):
+            torch._dynamo.maybe_mark_dynamic(given, 0)
+        try:
+            return compiled(rows, *others)
+        except torch._inductor.exc.InductorError as error:
+            failed = True
+            reason = str(error).strip().partition("\n")[0]
+            warnings.warn(f"not compiled, several times slower: {reason}", stacklevel=2)
+            return function(rows, *others)
 
     return call
 

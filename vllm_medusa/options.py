@@ -6,7 +6,7 @@
     Texts(samples=0)   ValueError: samples is 0; use a whole number from 1
 
 A command line is made of the same fields (`vllm_medusa.flags`). Options that several commands
-commands are a base class with a ``title``, under which the help lists them.
+share are a base class with a ``title``, under which the help lists them.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class Auto:
         version = self.cost.steps if self._learned_steps < _LEARN_STEPS else self._planned_at
         key, times = (version, requests, heads), self._table[1]
         if self._table[0] != key or len(times) <= len(gain):
-            nodes = np.arange(1 + max(len(gain), plan.room))
+            nodes = np.arange(1 + max(len(gain), min(plan.room, 2 * len(gain) + 16)))
             times = self.cost.ms(requests + nodes, requests, heads)
             self._table = key, times
         worth = gain - rate * times[1 : 1 + len(gain)]
@@ -239,6 +239,8 @@ class Auto:
         surprises = self.cost.surprises
         expected = self.cost.observe(rows, requests, heads, ms)
         self._learned_steps = 1 + self._learned_steps if surprises == self.cost.surprises else 0
+        if not self._learned_steps:
+            self._drafts_learned = 0
         if not 0 < ms < 1e6 or requests < 1:
             return expected
         self._now += ms
@@ -260,11 +262,12 @@ class Auto:
     ) -> None:
         """Record a step's accepted drafts, see `Acceptance.observe`.
 
-        After the first `_LEARN_STEPS`, at most once per `_DRAFTS_MS`: it takes time. Copies are
-        always recorded, as their absence is (`Acceptance.no_copies`).
+        After the first `_LEARN_STEPS`, at most once per `_DRAFTS_MS`: it takes time. Trials are
+        always recorded, and copies, as their absence is (`Acceptance.no_copies`).
         """
         if (
-            self._drafts_learned < _LEARN_STEPS
+            self._trial_left
+            or self._drafts_learned < _LEARN_STEPS
             or self._now - self._drafts_at >= _DRAFTS_MS
             or any(draft.copied is not None for draft in drafts)
         ):

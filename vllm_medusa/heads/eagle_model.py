@@ -268,12 +268,14 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     def score(key: Tensor) -> Tensor:
         return (query * key.unsqueeze(2)).sum(-1, dtype=torch.float32)
 
+    # of the log of that sum; wrong if a score exceeds entry 0's by more than 85
     shift = mixed[..., dim].float().clamp_min(1e-37).log() - score(keys[0][:, :, :1])
-    found, total = mixed[..., :dim], torch.ones(())
-    for key, value in zip(keys[1:], values[1:], strict=True):
-        weight = (score(key) + shift).exp().unsqueeze(-1)
-        found, total = found + weight.to(value.dtype) * value.unsqueeze(2), total + weight
-    return (found / total).to(value.dtype).flatten(1, 2)
+    scores = [torch.zeros_like(shift), *(score(key) + shift for key in keys[1:])]
+    weights = torch.stack(scores, -1).softmax(-1).to(mixed.dtype)  # [.., exact ones, chain]
+    found = weights[..., :1] * mixed[..., :dim]
+    for step, value in enumerate(values[1:], 1):
+        found = found + weights[..., step, None] * value.unsqueeze(2)
+    return found.flatten(1, 2)
 
 
 def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:

@@ -21,6 +21,11 @@ _SLACK = 64  # extra tokens, for answers that grow when re-tokenized and for fin
 _MIN_CACHE = 1 << 28
 _SHARE = 0.7  # of the memory left by weights and processes, for the cache
 _GPU_SHARE = 0.84  # of its memory, for all engines together
+# Arguments of LLM with which its prompts and their limit are not those of the target's folder.
+CHANGE_MODEL = {
+    *("tokenizer", "tokenizer_mode", "tokenizer_revision"),
+    *("hf_overrides", "hf_config_path", "config_format", "revision"),
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ def measure(
                 for turn in prompt.turns[1:]:
                     messages.append({"role": "assistant", "content": "..."})
                     messages.append({"role": "user", "content": turn})
+                if len(prompt.turns) > 1:
                     whole = len(prompt_ids(messages, tokenizer))
             else:
                 ids = prompt.token_ids or tokenizer(prompt.text, verbose=False)["input_ids"]
@@ -81,7 +87,7 @@ def readable(target: str) -> Iterator[None]:
 def read_limits(target: str, arguments: Mapping[str, Any]) -> tuple[Any, int | None]:
     """The target's tokenizer, and the max tokens of a prompt in an engine with these arguments.
 
-    The limit is vLLM's or above it; None: unknown.
+    The limit is vLLM's or above it; None: unknown, as with arguments that change the model.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -94,8 +100,9 @@ def read_limits(target: str, arguments: Mapping[str, Any]) -> tuple[Any, int | N
         rope = getattr(config, "rope_parameters", None) or {}
         each = (rope, *(part for part in rope.values() if isinstance(part, dict)))  # layer types
         scaled = max(1, *(part.get("factor") or 1 for part in each))
-        limit = scaled * (getattr(config, "max_position_embeddings", None) or 0)
-    return tokenizer, int(limit) - 1 if limit else None
+        known = ("max_position_embeddings", "model_max_length")  # the latter of Cohere's models
+        limit = scaled * max(getattr(config, name, None) or 0 for name in known)
+    return tokenizer, int(limit) - 1 if limit and not CHANGE_MODEL & arguments.keys() else None
 
 
 @dataclass(frozen=True)

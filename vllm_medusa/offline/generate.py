@@ -12,7 +12,7 @@ from vllm_medusa.files import digest
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Conversation, Result, Session
-from vllm_medusa.offline.defaults import measure, read_limits
+from vllm_medusa.offline.defaults import CHANGE_MODEL, measure, read_limits
 from vllm_medusa.offline.engine import Sampling, start_seconds, without_memory
 from vllm_medusa.offline.options import GenerateOptions, PromptJob
 from vllm_medusa.offline.process import EngineProcess
@@ -26,7 +26,6 @@ from vllm_medusa.offline.prompts import (
 from vllm_medusa.offline.results import ResultLog, fingerprint
 
 # LLM arguments with which a prompt's length and limit are known to vLLM only
-_OTHER_MODEL = {"tokenizer", "tokenizer_mode", "tokenizer_revision", "hf_overrides"}
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ def refuse_unanswerable(options: PromptJob, prompts: Sequence[Prompt]) -> None:
     Raises PromptError: prompts that are too long, or that the chat template refuses.
     """
     arguments = options.llm_arguments()
-    if _OTHER_MODEL & arguments.keys():
+    if CHANGE_MODEL & arguments.keys():
         return
     try:
         limits = read_limits(options.model, arguments)

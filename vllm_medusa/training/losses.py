@@ -233,9 +233,11 @@ def _probabilities(logits: Tensor, temperature: Tensor, total: Tensor) -> Tensor
 def _cross_entropy(logits: Tensor, soft: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [n, V], labels fp32 [n, V] -> fp32 [n, 1], its gradient as the logits.
 
-    The labels' sum is below 1 with a token map, and 0 for rows that do not count.
+    The labels' sum is below 1 with a token map, and 0 for rows that do not count. Logits may be
+    -inf where the label is 0.
     """
     values, mass = logits.float(), soft.sum(-1, keepdim=True)
     total = values.logsumexp(-1, keepdim=True)
-    entropy = mass * total - (soft * values).sum(-1, keepdim=True)
+    found = torch.where(soft > 0, soft * values, 0.0).sum(-1, keepdim=True)
+    entropy = torch.where(mass > 0, mass * total - found, 0.0)
     return entropy, (mass * (values - total).exp() - soft).to(logits.dtype)

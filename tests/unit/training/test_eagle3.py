@@ -14,7 +14,7 @@ from support.eagle import Eagle3 as Dense
 from support.eagle import features_of
 from support.models import save_model
 
-from vllm_medusa.heads import peek_heads
+from vllm_medusa.heads import eagle_model, peek_heads
 from vllm_medusa.heads.eagle import inspect_eagle
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape, choose_layers
 from vllm_medusa.heads.model import HeadsError
@@ -225,3 +225,46 @@ def test_options_without_effect_are_refused(target, records, tmp_path, changes, 
     shape = {"kind": "eagle3"} | changes.get("heads", {})
     with pytest.raises(ValueError, match=reason):
         replace(base, **(changes | {"heads": HeadOptions(**shape)}))
+
+
+@pytest.mark.parametrize("gap", [0.0, 4.0, 60.0, -60.0])
+def test_chains_attend_to_exact_entries_and_to_themselves(gap):
+    """Against a softmax over all visible entries; ``gap``: of the chain's scores."""
+    batch, length, dim, groups, heads = 2, 9, 8, 2, 4
+    torch.manual_seed(0)
+    query = torch.randn(batch, heads, length, dim)
+    keys = [torch.randn(batch, groups, length, dim) for _ in range(3)]
+    values = [torch.randn(batch, groups, length, dim) for _ in range(3)]
+    keys[0][..., 0] = 0.0
+    query[..., 0] = dim**0.5
+    for key in keys[1:]:
+        key[..., 0] = gap
+    leaves = [query, *keys, *values]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    found = eagle_model._attend(query, keys, values)
+
+    def of_heads(part):
+        return part.double().repeat_interleave(heads // groups, 1)
+
+    exact = query.double() @ of_heads(keys[0]).transpose(-1, -2)
+    exact = exact.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    chain = [(query.double() * of_heads(key)).sum(-1, keepdim=True) for key in keys[1:]]
+    weights = (torch.cat([exact, *chain], -1) / dim**0.5).softmax(-1)
+    expected = weights[..., :length] @ of_heads(values[0])
+    for step, value in enumerate(values[1:]):
+        expected = expected + weights[..., length + step, None] * of_heads(value)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    some = torch.randn(found.shape)
+    got = torch.autograd.grad((found * some).sum(), leaves)
+    wanted = torch.autograd.grad((expected * some).sum(), leaves)
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_far_scores_stay_finite():
+    query, key, value = torch.ones(1, 1, 3, 8), torch.ones(1, 1, 3, 8), torch.ones(1, 1, 3, 8)
+    for gap in (-90.0, -400.0, 90.0, 400.0):
+        parts = [query.clone().requires_grad_(), (key * gap).requires_grad_()]
+        out = eagle_model._attend(parts[0], [key, parts[1]], [value, 2 * value])
+        assert out.isfinite().all() and out.min() > 0.99 and out.max() < 2.01
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), parts))
