@@ -29,7 +29,7 @@ for kind in $KINDS; do
             --cache "$WORK/states" ;;
         medusa) train medusa --num-heads 4 --learning-rate 7e-4 \
             --cache "$WORK/states" ;;
-        eagle3) train eagle3 --lm-heads shared --epochs 2 ;;
+        eagle3) train eagle3 --lm-heads shared --num-heads 4 --epochs 1 ;;
     esac
     [[ $kind == eagle3 ]] || "$BIN/vllm-medusa" calibrate "$TARGET" "$WORK/$kind" \
         -i "$WORK/$kind/training/heldout.jsonl" --dtype bfloat16 --positions 8192

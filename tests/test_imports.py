@@ -23,7 +23,7 @@ PACKAGES = {  # package -> the packages it may import; all may read the version
     "options": set(),
     "flags": {"options"},
     "job": set(),
-    "kernels": set(),  # whether Triton runs; used by each package with kernels
+    "kernels": set(),  # Triton, C++ and torch.compile; used by each package with kernels
     "tree": set(),
     "budget": {"files"},
     "lookup": {"tree"},
@@ -36,7 +36,7 @@ PACKAGES = {  # package -> the packages it may import; all may read the version
     "decode": CORE,
     "offline": {"config", "heads", "tree"} | BASE,
     "convert": {"heads"} | BASE,
-    "training": CORE | BASE | {"decode", "offline"},
+    "training": CORE | BASE | {"decode", "offline", "kernels"},
     "calibration": CORE | BASE | {"decode", "offline", "training"},  # its records, its target
     "adapt": CORE | BASE | {"offline", "training", "calibration"},
     "worker": CORE | {"budget", "lookup", "plugin", "kernels"},
@@ -58,6 +58,9 @@ PUBLIC_VLLM = {  # name in vLLM's public interface -> other packages that may im
     "vllm.utils.argparse_utils.FlexibleArgumentParser": {"cli"},
     "vllm.SamplingParams": {"offline", "training"},
     "vllm.EngineArgs": {"offline"},
+    # the memory that vLLM's CPU worker takes its share of
+    "vllm.utils.cpu_resource_utils.get_allowed_cpu_list": {"offline"},
+    "vllm.utils.cpu_resource_utils.get_memory_node_info": {"offline"},
 }
 
 

@@ -51,7 +51,7 @@ def written(content):
             lambda path: write(path, {"model.norm.weight": torch.zeros(8)}),
             r"holds no Medusa head.*Is this the target model\?",
         ),
-        ("notes.txt", written(b""), r"none of medusa_lm_head\.safetensors, .*only notes\.txt"),
+        ("notes.txt", written(b""), r"none of medusa_lm_head\.safetensors, .*it holds notes\.txt"),
     ],
 )
 def test_other_files_are_refused_and_run_no_code(name, put, message, tmp_path):
