@@ -1,4 +1,4 @@
-"""Whether Triton kernels run on a device, and the C++ kernels for CPUs."""
+"""Whether Triton kernels run on a device, the C++ kernels for CPUs, compiled functions of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FUSED_WIDTH = 4096
+FUSED_WIDTH = 4096  # min elements of a row for `fused` to compile
 CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes of the C++ kernels
 
 

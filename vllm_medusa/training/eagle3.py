@@ -80,8 +80,9 @@ def new_drafter(
         if norm is None:
             drafter.norm.weight.copy_(states.square().mean(0).sqrt())  # scale of the states
         else:
-            ones = torch.ones_like(target.embedding_weight[:1])  # an RMS of 1
-            drafter.norm.weight.copy_(norm(ones)[0])
+            signs = torch.ones_like(target.embedding_weight[:1])  # an RMS of 1, a mean of 0
+            signs[:, 1::2] = -1
+            drafter.norm.weight.copy_((signs * (norm(signs) - norm(-signs)))[0] / 2)
         _start_from(dict(decoder_layers(target)[-1].named_parameters()), drafter)
     drafter.frozen_lm_head = frozen_lm_head
     drafter = drafter.to(target.device)

@@ -172,6 +172,19 @@ def test_it_starts_from_the_targets_last_layer(target):
     assert torch.equal(drafter.fc.weight, torch.eye(3 * hidden)[-hidden:])
 
 
+@pytest.mark.parametrize("kind", [torch.nn.RMSNorm, torch.nn.LayerNorm])
+def test_it_starts_from_the_targets_final_norm(target, kind):
+    loaded = Target.load(target, dtype=torch.float32, device="cpu")
+    norm = kind(loaded.hidden_size, eps=1e-6)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.normal_()
+    loaded.backbone.norm = norm
+    states = torch.randn(8, loaded.hidden_size)
+    drafter = eagle3.new_drafter(loaded, (0, 1, 2), K, states, None, frozen_lm_head=True, seed=0)
+    torch.testing.assert_close(drafter.norm.weight, norm.weight)
+
+
 def test_the_config_describes_the_drafter(target, trained):
     config = json.loads((trained / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
