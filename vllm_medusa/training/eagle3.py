@@ -10,13 +10,17 @@ texts. They are split at `PIECE_ROWS`; tokens after a split do not attend to tho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from vllm_medusa.heads.eagle import bare_names
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
+from vllm_medusa.heads.files import find_checkpoint
+from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.training.method import Batch, Method, Setup
 from vllm_medusa.training.target import Target, TargetError
 
@@ -90,6 +94,48 @@ def new_drafter(
     return drafter
 
 
+def load_drafter(
+    target: Target, folder: Path, layers: Sequence[int], num_steps: int
+) -> EagleDrafter:
+    """A drafter that `heads.save_drafter` wrote for this target, to train it further.
+
+    Its LM head is trained unless it has the target's rows.
+
+    Raises:
+        HeadsError: another target's, or tensors of another layout.
+
+    """
+    files = find_checkpoint(folder)
+    names = bare_names(files)
+    stored = dict(files.finite_tensors(names.values()))
+    found = {name.replace("layers.0.", "midlayer."): stored[key] for name, key in names.items()}
+    offsets = found.pop("d2t", None)
+    found.pop("t2d", None)
+    token_map = None if offsets is None else offsets.long() + torch.arange(len(offsets))
+    config = target.model.config.get_text_config()
+    shape = EagleShape.of(config, layers, target.hidden_size, target.vocab_size)
+    drafter = EagleDrafter(shape, num_steps, token_map)
+    own = dict(drafter.named_parameters())
+    if wrong := sorted(
+        name
+        for name in own.keys() | found.keys()
+        if name not in own or name not in found or own[name].shape != found[name].shape
+    ):
+        raise HeadsError(
+            f"{folder}: {wrong[0]!r} is not as in an EAGLE-3 drafter that `train` writes for this "
+            "target. Train a new drafter, without --start-heads"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(found[name])
+    rows = target.lm_head_weight[slice(None) if token_map is None else token_map].float()
+    same = (rows * target.logit_scale).to(found["lm_head.weight"].dtype)
+    drafter.frozen_lm_head = torch.equal(same.cpu(), found["lm_head.weight"])
+    drafter = drafter.to(target.device)
+    drafter.embedding = target.embedding_weight.detach()
+    return drafter
+
+
 def _start_from(layer: dict[str, Tensor], drafter: EagleDrafter) -> None:
     hidden, own = drafter.shape.hidden_size, drafter.midlayer
     drafter.fc.weight.zero_()
@@ -134,7 +180,8 @@ class AuxiliaryStates:
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
         """TargetError: see `decoder_layers`."""
         self.target, self.layers = target, tuple(sorted(layers))
-        self.hidden_size = (len(self.layers) + 1) * target.hidden_size
+        self.state_names = (*(f"layer-{layer}" for layer in self.layers), *target.state_names)
+        self.hidden_size = len(self.state_names) * target.hidden_size
         self.device = target.device
         self._last_layer = decoder_layers(target)[-1]
 

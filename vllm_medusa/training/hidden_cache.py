@@ -1,10 +1,12 @@
 """The frozen target's hidden states, computed once.
 
-A folder of shards, each with the rows of complete records, [n, H] in one dtype and nothing else,
-memory-mapped when read. The folder's name and its ``key.json`` identify the target and the
-texts, so no other run reads it. A shard is written to a temporary file and renamed, so it is always
-complete, and building resumes with the missing ones. Two runs that build the same folder
-concurrently write the same bytes. Without a folder the states are kept in memory.
+A folder of shards, each with the rows of complete records. A shard has a file for the inputs of
+the LM head and, for EAGLE-3, one per target layer, each [n, H] in one dtype and nothing else,
+memory-mapped when read: runs of several methods share them. The folder's name and its ``key.json``
+identify the target and the texts, so no other run reads it. A file is written under a temporary
+name and renamed, so it is always complete, and building resumes with the missing ones. Two runs
+that build the same folder concurrently write the same bytes. Without a folder the states are kept
+in memory.
 
 Records are kept in order as long as they fit ``max_bytes``; the others are computed when they are
 read, one pass per record for all its pieces, which `groups` keeps together.
@@ -56,11 +58,14 @@ class HiddenStates:
         self.target, self.records, self.dtype = target, records, dtype
         self.forward_tokens, self._file, self._remedy = forward_tokens, file, remedy
         self.ranges = np.array(ranges, np.int64).reshape(-1, 2)
+        self._names: tuple[str, ...] = target.state_names
+        self._width = target.hidden_size // len(self._names)
+        self._file_row = self._width * dtype.itemsize
         self._row_bytes = target.hidden_size * dtype.itemsize
         rows = self.ranges[:, 1] - self.ranges[:, 0]
         ends = np.cumsum(rows)
         self.num_kept = int(np.searchsorted(ends * self._row_bytes, max_bytes, "right"))
-        shard = (ends - rows)[: self.num_kept] * self._row_bytes // shard_bytes
+        shard = (ends - rows)[: self.num_kept] * self._file_row // shard_bytes
         first = np.flatnonzero(np.diff(shard, prepend=-1))  # each shard's first record
         self._shards = [*first.tolist(), self.num_kept]
         self._first_rows = np.concatenate([[0], ends])
@@ -72,15 +77,18 @@ class HiddenStates:
             whole = {**(key or {}), "texts": digest_of(records), "dtype": str(dtype), "plan": plan}
             self._key = json.loads(json.dumps(whole))
             self.folder = folder / f"hidden-{digest_json(self._key)[:16]}"
-        self._kept: dict[int, Tensor] = {}  # shards in memory, or mapped
+        self._kept: dict[int, list[Tensor]] = {}  # shards in memory, or mapped
 
     def missing(self) -> list[int]:
         """Shards that have to be built."""
         shards = range(len(self._shards) - 1)
-        return [i for i in shards if i not in self._kept and not self._is_whole(i)]
+        return [i for i in shards if i not in self._kept and self._absent(i)]
 
     def _check_space(self, folder: Path) -> None:
-        wanted = sum(self._num_rows(shard) for shard in self.missing()) * self._row_bytes
+        wanted = sum(
+            self._num_rows(shard) * self._file_row * len(self._absent(shard))
+            for shard in self.missing()
+        )
         free = free_bytes(folder)
         if wanted > free:
             raise CacheError(
@@ -117,11 +125,13 @@ class HiddenStates:
                 ready += int(stop - first)
                 if done is not None:
                     done(ready, total)
+            columns = states.split(self._width, 1)
             if self.folder is None:
-                self._kept[shard] = states
-            else:
-                with new_path(self._path(shard), tag) as part:
-                    states.view(torch.uint8).numpy().tofile(part)
+                self._kept[shard] = list(columns)
+                continue
+            for number in self._absent(shard):
+                with new_path(self._path(shard, number), tag) as part:
+                    columns[number].contiguous().view(torch.uint8).numpy().tofile(part)
 
     def read(self, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
         """States of (record, first row, last row + 1), concatenated.
@@ -143,7 +153,8 @@ class HiddenStates:
                 shard = int(np.searchsorted(self._shards, record, "right")) - 1
                 at = self._first_rows[record] - self._first_rows[self._shards[shard]]
                 at -= self.ranges[record, 0]
-                parts.append(self._mapped(shard)[at + start : at + stop].to(device))
+                rows = [column[at + start : at + stop] for column in self._mapped(shard)]
+                parts.append(torch.cat(rows, 1).to(device))
         return torch.cat(parts).float()
 
     def groups(self, pieces: Sequence[Piece]) -> list[int]:
@@ -162,23 +173,25 @@ class HiddenStates:
         first, stop = self._first_rows[self._shards[shard : shard + 2]]
         return int(stop - first)
 
-    def _path(self, shard: int) -> Path:
+    def _path(self, shard: int, number: int) -> Path:
         assert self.folder is not None
-        return self.folder / f"{shard:06d}.bin"
+        return self.folder / f"{shard:06d}-{self._names[number]}.bin"
 
-    def _is_whole(self, shard: int) -> bool:
+    def _absent(self, shard: int) -> list[int]:
+        """The numbers of the shard's files that are not there."""
+        numbers, size = range(len(self._names)), self._num_rows(shard) * self._file_row
         if self.folder is None:
-            return False
-        path, size = self._path(shard), self._num_rows(shard) * self._row_bytes
-        return path.is_file() and path.stat().st_size == size
+            return list(numbers)
+        paths = [self._path(shard, number) for number in numbers]
+        return [n for n in numbers if not paths[n].is_file() or paths[n].stat().st_size != size]
 
-    def _mapped(self, shard: int) -> Tensor:
+    def _mapped(self, shard: int) -> list[Tensor]:
         if shard not in self._kept:
-            shape = (self._num_rows(shard), self.target.hidden_size)
-            states = torch.from_file(
-                str(self._path(shard)), size=shape[0] * shape[1], dtype=self.dtype
-            )
-            self._kept[shard] = states.view(shape)
+            shape = (self._num_rows(shard), self._width)
+            size = shape[0] * shape[1]
+            paths = [str(self._path(shard, number)) for number in range(len(self._names))]
+            files = [torch.from_file(path, size=size, dtype=self.dtype) for path in paths]
+            self._kept[shard] = [file.view(shape) for file in files]
         return self._kept[shard]
 
     @torch.no_grad()

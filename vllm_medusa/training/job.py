@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
-from vllm_medusa.heads.checkpoint import save_drafter, save_heads
+from vllm_medusa.heads.checkpoint import load_heads, provenance_of, save_drafter, save_heads
 from vllm_medusa.heads.eagle_model import EagleDrafter, choose_layers
+from vllm_medusa.heads.files import find_checkpoint
+from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.machine import fast_bfloat16
 from vllm_medusa.offline.records import Record, digest_of
+from vllm_medusa.offline.results import fingerprint
 from vllm_medusa.training import eagle3, medusa1
 from vllm_medusa.training.draft_vocab import (
     LARGEST,
@@ -89,6 +92,7 @@ class Job:
             "dtype": str(self.dtype),
             "quantization": machine.quantization,
         }
+        start = options.heads.start_heads
         self.settings: dict[str, Any] = {
             "method": options.method,
             **self._state_key,
@@ -96,7 +100,9 @@ class Job:
                 "train": digest_of(inputs.train),
                 "heldout": digest_of(inputs.heldout) if inputs.heldout else None,
             },
-            "heads": asdict(options.heads) | {"aux_layers": list(self.layers)},
+            "heads": asdict(options.heads)
+            | {"aux_layers": list(self.layers)}
+            | {"start_heads": None if start is None else fingerprint(start)},
             "recipe": asdict(self.steps) | {"bf16": self.bf16},
             "cache_gb": options.cache.cache_gb,
         }
@@ -111,7 +117,10 @@ class Job:
             self.progress.note(f"nothing to do; the heads are in {files.output}")
         elif main:  # before training, because files may be removed later
             data = [path for path in (files.data, files.heldout) if path is not None]
-            self._origin = provenance(self._command, data)
+            self._origin = [provenance(self._command, data)]
+            if start := self.options.heads.start_heads:
+                config = find_checkpoint(start).config
+                self._origin[:0] = provenance_of(config.get("medusa") or {})
         return run
 
     def load_target(self, source: str | Path | None = None, *, quantized: bool = True) -> Target:
@@ -123,9 +132,21 @@ class Job:
             quantization=self.options.machine.quantization if quantized else None,
         )
 
-    def new_heads(self, target: Target) -> MedusaHeads:
-        """Untrained Medusa or Hydra heads."""
-        return medusa1.new_heads(target, self.options.heads, self.token_map(target))
+    def first_heads(self, target: Target) -> MedusaHeads:
+        """The Medusa or Hydra heads to start from: new ones, or those of ``start_heads``."""
+        start = self.options.heads.start_heads
+        if start is None:
+            return medusa1.new_heads(target, self.options.heads, self.token_map(target))
+        heads, _ = load_heads(
+            start,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            dtype=torch.float32,
+            device=self.workers.device,
+        )
+        if isinstance(heads, HydraHeads):
+            heads.use_target_embedding(target.embedding_weight)
+        return heads
 
     def heads_alone(self, target: Target, run: TrainingRun) -> Method:
         """Medusa-1 or EAGLE-3 with new heads, on computed states."""
@@ -141,9 +162,9 @@ class Job:
         states = HiddenStates(
             source,
             self.inputs.train,
-            _ranges(self.inputs.train, pieces, whole=whole),
+            _ranges(self.inputs.train, pieces, whole=whole or options.cache.cache is not None),
             options.cache.cache or run.work,
-            self._state_key | {"layers": self.layers},
+            self._state_key,
             dtype=self.dtype,
             max_bytes=int(options.cache.cache_gb * 1e9),
             file=options.files.name(heldout=False),
@@ -165,17 +186,21 @@ class Job:
             heldout = self.heldout_texts(source, cut_pieces(self.inputs.heldout, size, whole=whole))
         if not whole:
             setup = Setup(texts, heldout, steps, workers, self.bf16)
-            return medusa1.Medusa1(target, self.new_heads(target), setup)
-        some = [(p.record, p.start, p.limit) for p in pieces[:8]]
-        drafter = eagle3.new_drafter(
-            target,
-            self.layers,
-            options.heads.num_heads,
-            states.read(some)[:, -target.hidden_size :],
-            self.token_map(target),
-            frozen_lm_head=options.heads.lm_heads == "shared",
-            seed=steps.seed,
-        )
+            return medusa1.Medusa1(target, self.first_heads(target), setup)
+        num_steps = options.heads.num_heads
+        if (start := options.heads.start_heads) is not None:
+            drafter = eagle3.load_drafter(target, start, self.layers, num_steps)
+        else:
+            some = [(p.record, p.start, p.limit) for p in pieces[:8]]
+            drafter = eagle3.new_drafter(
+                target,
+                self.layers,
+                num_steps,
+                states.read(some)[:, -target.hidden_size :],
+                self.token_map(target),
+                frozen_lm_head=options.heads.lm_heads == "shared",
+                seed=steps.seed,
+            )
         longest = max(piece.num_rows for piece in pieces)
         steps = replace(steps, batch_tokens=max(steps.batch_tokens, longest))
         setup = Setup(texts, heldout, steps, workers, self.bf16)
@@ -257,7 +282,7 @@ class Job:
             "base_model_name_or_path": name,
             "target": dict(target or self.inputs.fingerprint),
             "training": self.settings | dict(more),
-            "provenance": [self._origin],
+            "provenance": self._origin,
         }
         if isinstance(heads, EagleDrafter):
             save_drafter(self.options.files.output, heads, config)

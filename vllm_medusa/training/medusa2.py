@@ -31,10 +31,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from vllm_medusa.files import free_bytes, read_json, write_json
-from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.offline.results import fingerprint
 from vllm_medusa.training import lora
 from vllm_medusa.training.accuracy import Measurement
 from vllm_medusa.training.curves import draw_curves
@@ -234,9 +232,8 @@ def train_medusa2(job: Job) -> None:
         )
     written = all(record.temperature is not None for record in inputs.train)
     joint, steps = complete_joint(options.joint, options.training, self_distilled=written)
-    start = None if joint.start_heads is None else fingerprint(joint.start_heads)
     job.settings |= {
-        "joint": asdict(joint) | {"start_heads": start, "warmup_steps": steps.warmup_steps},
+        "joint": asdict(joint) | {"warmup_steps": steps.warmup_steps},
         "bounds": asdict(joint.bounds),
     }
     with job.open() as run:
@@ -283,18 +280,8 @@ def train_medusa2(job: Job) -> None:
 
 def _first_heads(job: Job, run: TrainingRun, target: Target) -> MedusaHeads:
     """The given heads, or those of the warm-up; new ones if a checkpoint follows."""
-    start = job.options.joint.start_heads
-    if start is not None:
-        heads, _ = load_heads(
-            start,
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            dtype=torch.float32,
-            device=job.workers.device,
-        )
-        return heads
-    if (run.work / "state.pt").exists():
-        return job.new_heads(target)
+    if job.options.heads.start_heads is not None or (run.work / "state.pt").exists():
+        return job.first_heads(target)
     method = job.heads_alone(target, run)
     Loop(method, Stage(run, "warm-up.jsonl", "warm-up")).train(job.report("warm-up"))
     job.release(method)

@@ -96,7 +96,24 @@ class HeadOptions(Options):
         metavar="N",
         shown="2, the middle, the third from last",
     )
+    start_heads: Path | None = option(
+        "trained heads or drafter to continue from, whose shape and draft vocabulary are kept; "
+        "for medusa-2 instead of a warm-up",
+        default=None,
+        metavar="FOLDER",
+    )
     save_dtype: Literal["bfloat16", "float16", "float32"] = option(default="bfloat16")
+
+    def check(self) -> None:
+        """See `Options.check`."""
+        if self.start_heads is None:
+            return
+        for name in ("--lm-heads", "--draft-vocab"):
+            if name in command_line(self):
+                raise ValueError(
+                    f"{name} is for new heads, but --start-heads {self.start_heads} has its own. "
+                    "Omit one of the two."
+                )
 
 
 class StepOptions(Options):
@@ -187,12 +204,6 @@ class QualityBounds(Options):
 class JointOptions(Options):
     """Medusa-2's joint stage."""
 
-    start_heads: Path | None = option(
-        "trained heads, instead of a warm-up, whose options (--epochs, --batch-tokens, "
-        "--learning-rate) then have no effect; the heads' shape is theirs",
-        default=None,
-        metavar="HEADS",
-    )
     lora: LoraSettings = group(factory=LoraSettings)
     lm_loss: Literal["auto", "kl", "cross-entropy"] = option(
         "target's loss: kl to the original model, or cross-entropy of the text; auto: kl if the "
@@ -265,11 +276,8 @@ class TrainOptions(Options):
                 "medusa-2 changes the target, so its quality must be measured: pass --heldout "
                 "FILE, or a --heldout-share above 0."
             )
-        if self.joint.start_heads is not None:
-            given = [*command_line(self.heads), *command_line(self.cache)]
-            for name in ("--lm-heads", "--draft-vocab", "--cache"):
-                if name in given:
-                    raise ValueError(
-                        f"{name} is for new heads and their warm-up, but --start-heads loads "
-                        "trained ones. Omit one of the two."
-                    )
+        if self.heads.start_heads is not None and self.cache.cache is not None:
+            raise ValueError(
+                "--cache is for the warm-up of medusa-2, which --start-heads replaces. Omit one of "
+                "the two."
+            )

@@ -38,6 +38,7 @@ class Target:
 
     Attributes:
         model: the whole model, in evaluation mode.
+        state_names: the one kind of state that `hidden_states` returns.
         hidden_size: H, the width of the LM head's inputs.
         vocab_size: V, the number of the LM head's rows.
         logit_scale: the logits' factor, 1 for most models.
@@ -47,6 +48,8 @@ class Target:
         lm_head_bias: [V], or None.
 
     """
+
+    state_names = ("last",)
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Freeze ``model`` and check that it consists of a backbone and an LM head.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_medusa.files import read_json
 from vllm_medusa.heads.checkpoint import peek_heads
+from vllm_medusa.heads.eagle import drafter_method, inspect_eagle
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import write_records
 from vllm_medusa.training.curves import draw_curves
@@ -17,7 +18,7 @@ from vllm_medusa.training.inputs import Inputs
 from vllm_medusa.training.job import Job
 from vllm_medusa.training.loop import Loop, NotFiniteError
 from vllm_medusa.training.medusa2 import DEGRADED, MODEL, train_medusa2
-from vllm_medusa.training.options import TrainOptions
+from vllm_medusa.training.options import HeadOptions, TrainOptions
 from vllm_medusa.training.run import Stage, check_inputs, check_output
 from vllm_medusa.training.workers import Workers
 
@@ -63,12 +64,12 @@ def train(
         NotFiniteError: a loss or gradient was NaN or infinite; the last good state is kept.
 
     """
-    files, joint = options.files, options.joint
+    files = options.files
     inputs: dict[str, str | Path | None] = {
         "the target": options.model,
         "--data": files.data,
         "--heldout": files.heldout,
-        "--start-heads": joint.start_heads,
+        "--start-heads": options.heads.start_heads,
     }
     check_inputs(files.output, inputs)
     workers = Workers(options.machine.device)
@@ -78,15 +79,7 @@ def train(
         else:
             progress = SILENT
         found = Inputs(options, progress)
-        if joint.start_heads is not None:
-            info = peek_heads(joint.start_heads)
-            if info.is_hydra:
-                raise ValueError(
-                    f"--start-heads {joint.start_heads} are Hydra heads; medusa-2 trains Medusa "
-                    "heads. Pass Medusa heads, or omit the option."
-                )
-            shape = replace(options.heads, num_heads=info.num_heads, num_layers=info.num_layers)
-            options = replace(options, heads=shape)
+        options = replace(options, heads=_settle_shape(options.heads))
         job = Job(options, found, workers, progress, command)
         (train_medusa2 if options.method == "medusa-2" else train_alone)(job)
         if workers.main and files.heldout is None and found.heldout:
@@ -101,6 +94,34 @@ def train(
         if workers.main:
             raise
         raise ValueError(f"in process {workers.rank}: {error}") from error
+
+
+def _settle_shape(heads: HeadOptions) -> HeadOptions:
+    """The options with the shape of the heads to continue from, if there are any.
+
+    Raises:
+        ValueError: they are of another kind, or another shape is requested.
+
+    """
+    start = heads.start_heads
+    if start is None:
+        return heads
+    if drafter_method(start) == "eagle3":
+        layers = inspect_eagle(start).layers
+        found: dict[str, Any] = {"kind": "eagle3", "aux_layers": tuple(layers or ())}
+    else:
+        info = peek_heads(start)
+        found = {"kind": "hydra" if info.is_hydra else "medusa"}
+        found |= {"num_heads": info.num_heads, "num_layers": info.num_layers}
+    defaults = {field.name: field.default for field in fields(HeadOptions)}
+    for name, value in found.items():
+        requested, flag = getattr(heads, name), "--" + name.replace("_", "-")
+        if requested != value and (name == "kind" or requested != defaults[name]):
+            raise ValueError(
+                f"{flag.replace('--kind', '--heads')} is {requested}, but --start-heads {start} "
+                f"has {value}. Use {value}."
+            )
+    return replace(heads, **found)
 
 
 def train_alone(job: Job) -> None:

@@ -114,6 +114,21 @@ def test_a_run_killed_while_caching_and_training_ends_the_same(data, trained, tm
     assert not work.exists()
 
 
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_training_continues_from_heads(data, tmp_path, kind, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    shape = ("--heads", kind, "--epochs", "1")
+    assert run(*arguments(data, first, *shape, "--draft-vocab", "300")) == 0
+    more = ("--start-heads", str(first))
+    assert run(*arguments(data, second, *shape, *more, "--learning-rate", "1e-12")) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    third = tmp_path / "third"
+    assert run(*arguments(data, third, *shape, *more, "--num-heads", "3")) == 2
+    assert "--num-heads is 3, but --start-heads" in said(capsys) and not third.exists()
+
+
 def test_repeating_a_finished_command_does_nothing(data, trained, tmp_path, capsys):
     before = (trained / "model.safetensors").stat().st_mtime_ns
     assert run(*arguments(data, trained)) == 0

@@ -205,6 +205,51 @@ def test_passes_and_computed_states_change_nothing(target, records, trained, tmp
         assert losses_of(tmp_path / name) == pytest.approx(losses_of(trained), rel=1e-4)
 
 
+def weights_of(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model.safetensors")
+
+
+def test_training_continues_from_a_drafter(target, records, trained, tmp_path):
+    base = options(target, records, tmp_path / "same", learning_rate=1e-12)
+    more = replace(base.training, epochs=1)
+    heads = HeadOptions(kind="eagle3", num_heads=K, start_heads=trained)
+    train(replace(base, heads=heads, training=more))
+    mine, wanted = weights_of(tmp_path / "same"), weights_of(trained)
+    assert mine.keys() == wanted.keys()
+    assert all(torch.equal(mine[name], wanted[name]) for name in mine)
+    about = [
+        json.loads((f / "config.json").read_text())["medusa"] for f in (trained, tmp_path / "same")
+    ]
+    assert about[1]["provenance"][0] == about[0]["provenance"][0]
+    assert len(about[1]["provenance"]) == 2
+    for shape, reason in (
+        ({"kind": "medusa"}, "--heads is medusa, but .* has eagle3"),
+        ({"kind": "eagle3", "aux_layers": (0, 1, 3)}, r"--aux-layers is \(0, 1, 3\), but .* has"),
+    ):
+        other = replace(base.files, output=tmp_path / "refused")
+        with pytest.raises(ValueError, match=reason):
+            train(replace(base, files=other, heads=HeadOptions(start_heads=trained, **shape)))
+        assert not other.output.exists()
+
+
+def test_heads_and_drafters_share_hidden_states(target, records, trained, tmp_path):
+    cache = CacheOptions(cache=tmp_path / "states")
+    base = options(target, records, tmp_path / "shared")
+    train(replace(base, cache=cache))
+    mine, wanted = weights_of(tmp_path / "shared"), weights_of(trained)
+    assert all(torch.equal(mine[name], wanted[name]) for name in mine)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")}
+    assert {path.stem.partition("-")[2] for path in files} == {
+        *("layer-0", "layer-1", "layer-2", "last")
+    }
+    medusa = replace(base, heads=HeadOptions(kind="medusa", num_heads=2))
+    for name, given in (("alone", CacheOptions()), ("heads", cache)):
+        train(replace(medusa, cache=given, files=replace(base.files, output=tmp_path / name)))
+    alone, heads = weights_of(tmp_path / "alone"), weights_of(tmp_path / "heads")
+    assert all(torch.equal(alone[name], heads[name]) for name in alone)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")} == files
+
+
 def test_texts_are_split_into_pieces(target, records, tmp_path, monkeypatch):
     monkeypatch.setattr(eagle3, "PIECE_ROWS", 16)
     base = options(target, records, tmp_path / "pieces")
