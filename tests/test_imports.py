@@ -17,21 +17,22 @@ PACKAGE = "vllm_medusa"
 FILES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 
 BASE = {"files", "options", "job"}  # usable by every job
-CORE = {"tree", "config", "heads", "proposer", "scorer", "sampler", "kv"}
+CORE = {"tree", "config", "heads", "noise", "proposer", "scorer", "sampler", "kv"}
 PACKAGES = {  # package -> the packages it may import; all may read the version
     "files": set(),
     "options": set(),
     "flags": {"options"},
     "job": set(),
     "kernels": set(),  # Triton, C++ and torch.compile; used by each package with kernels
+    "noise": {"kernels"},
     "tree": set(),
     "budget": {"files"},
     "lookup": {"tree"},
     "heads": {"tree", "files"},
     "config": {"tree"},
-    "proposer": {"tree", "heads", "kernels"},
+    "proposer": {"tree", "heads", "kernels", "noise"},
     "scorer": {"tree", "kernels"},
-    "sampler": {"tree", "kernels"},
+    "sampler": {"tree", "kernels", "noise"},
     "kv": {"tree", "kernels"},
     "decode": CORE,
     "offline": {"config", "heads", "tree"} | BASE,

@@ -165,6 +165,11 @@ class _DraftOptions(_Options):
         '"model", only these',
     )
 
+    shared_noise: bool = Field(
+        default=True,
+        description="true or false: choose drafts of sampled tokens with the noise that draws them",
+    )
+
     @field_validator("model", mode="before")
     @classmethod
     def _path_to_text(cls, value: object) -> object:

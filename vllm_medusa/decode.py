@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm_medusa import kv, sampler
 from vllm_medusa.config import AcceptanceConfig
 from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.noise import next_seeds, splitmix_gumbel
 from vllm_medusa.proposer.drafts import propose_tree
 from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.dynamic import DynamicTree
@@ -53,6 +54,7 @@ def decode(
     eos_token_id: int | Collection[int] | None = None,  # ends the output, and is part of it
     max_model_len: int = UNLIMITED,  # of prompt and output; drafts beyond it are not scored
     draw: sampler.Draw = sampler.draw_exponential,  # draw_splitmix for vLLM's CPU sampler
+    shared_noise: bool = True,  # choose drafts with the noise of draw_splitmix, see `noise`
 ) -> DecodeResult:
     """Continue ``input_ids`` until an end token or a limit.
 
@@ -99,7 +101,16 @@ def decode(
         # Propose: head h fills the nodes of depth h + 1 from the state that gave the root.
         useful = limit - len(tokens) - 1  # the step's last token needs no node
         lm_head = model.get_output_embeddings()
-        drafts = propose_tree(heads, hidden, root, tree, lm_head, useful)
+        stream = None
+        if (
+            shared_noise
+            and draw is sampler.draw_splitmix
+            and not greedy
+            and rule.mode == "lossless"
+        ):
+            seeds = next_seeds(generator, tree.max_depth)
+            stream = _Ahead(seeds[None, :, None], hidden.new_tensor([temperature]).float())
+        drafts = propose_tree(heads, hidden, root, tree, lm_head, useful, stream)
         n = min(int(drafts.num_nodes), max_model_len - base - 1)
         batch = drafts.prefix(n).topology(tree.max_depth)
         token_ids = torch.cat([root[None], drafts.token_ids[:, 1:n]], 1)  # int64 [1, n]
@@ -128,6 +139,17 @@ def decode(
         accepted_per_step += [accepted] * (n > 1)
     end = next((i for i, token in enumerate(tokens, 1) if token in ends), limit)
     return DecodeResult(tokens[: min(end, limit)], accepted_per_step)
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """See `noise.Stream`."""
+
+    seeds: Tensor  # int64 [1, D, 1]
+    temperature: Tensor  # fp32 [1]
+
+    def gumbel(self, first: int, stop: int, token_ids: Tensor) -> Tensor:
+        return splitmix_gumbel(self.seeds[:, first:stop], token_ids).float()
 
 
 def _tree_mask(model: Any, tree: TreeBatch, base: int) -> Tensor | dict[str, Tensor]:

@@ -31,6 +31,7 @@ def cpu_library() -> Any:
 
     parts = (
         "vectors.h",
+        "noise.cpp",
         "scorer/attention.cpp",
         "scorer/trees.cpp",
         "proposer/choices.cpp",

@@ -76,6 +76,23 @@ inline Floats exponential(Floats x) {
   return x < -87.0f ? zero : p * power;
 }
 
+// Absolute error below 1e-6, or relative below 2e-7 (Cephes' polynomial); for normal x > 0.
+inline Floats logarithm(Floats x) {
+  const Floats zero = {};
+  const Ints bits = (Ints)x;
+  Floats m = (Floats)((bits & 0x7fffff) | 0x3f000000);  // [0.5, 1)
+  Floats e = __builtin_convertvector((bits >> 23) - 126, Floats);
+  const Ints low = m < 0.707106781f;
+  e = low ? e - 1.0f : e;
+  m = (low ? m + m : m) - 1.0f;
+  Floats p = zero + 7.0376836292e-2f;
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
+                  -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+    p = p * m + c;
+  const Floats z = m * m;
+  return m + (p * m * z - e * 2.12194440e-4f - z * 0.5f) + e * 0.693359375f;
+}
+
 inline uint32_t any(Ints mask) {  // one bit a lane
 #ifdef __AVX512F__
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);

@@ -104,6 +104,7 @@ class PlantedHeads:
     """
 
     token_map = None
+    vocab_size = VOCAB
 
     def __init__(self, tokens: list[int], states: Tensor, misses: int = 1, seed: int = 0) -> None:
         self.tokens, self.states = tokens, states

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.kernels import CPU_DTYPES, cpu_library, uses_kernel
+from vllm_medusa.noise import LevelNoise
 from vllm_medusa.proposer.sharded import (
     AllGather,
     VocabShard,
@@ -38,17 +39,20 @@ class Choices:
     log_confidence: Tensor  # float32 [B, k, K], <= 0, never NaN
 
 
-# logits [B, k, V], K, and factors on the logits (float32 [>= k], or None for 1)
-ReadChoices = Callable[[Tensor, int, Tensor | None], Choices]
+# logits [B, k, V], K, factors on the logits (float32 [>= k], or None for 1), the rows' noise
+ReadChoices = Callable[[Tensor, int, Tensor | None, LevelNoise | None], Choices]
 
 
 def read_choices(
     logits: Tensor,  # [B, k, V_draft]
     width: int,  # K
     sharpness: Tensor | None = None,  # float32 [>= k], factors on the logits; None: 1
+    noise: LevelNoise | None = None,  # of the k rows
     token_map: Tensor | None = None,  # int64 [V_draft] target ids
 ) -> Choices:
     """The best tokens and their probabilities. No host sync; on CPUs by `choices.cpp`."""
+    if noise is not None:
+        logits, sharpness = noise.scores(logits, sharpness), None
     if not uses_kernel(logits.device.type):
         found = _read_on_cpu(logits, width, sharpness)
         if found is not None:
@@ -102,12 +106,15 @@ def read_choices_sharded(
     shard: VocabShard,
     all_gather: AllGather,
     sharpness: Tensor | None = None,
+    noise: LevelNoise | None = None,
     token_map: Tensor | None = None,
 ) -> Choices:
     """The same from a rank's part of the vocabulary: bitwise equal choices on every rank.
 
     A rank sends its candidates and one log-sum-exp per row, which are merged in rank order.
     """
+    if noise is not None:
+        logits, sharpness = noise.scores(logits, sharpness), None
     keys = local_topk(logits, width, shard)  # [B, k, width]
     own = _scaled(logits[..., : shard.num_ids], sharpness)
     part = own.logsumexp(-1) if shard.num_ids else own.new_full(keys.shape[:2], -torch.inf)

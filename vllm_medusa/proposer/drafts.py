@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import LMHead, MedusaHeads
+from vllm_medusa.noise import Noise, Stream
 from vllm_medusa.proposer import propose
 from vllm_medusa.proposer.build import build_tree, fill_tree
 from vllm_medusa.proposer.steps import HydraStep, MedusaStep
@@ -25,22 +26,28 @@ def propose_tree(
     tree: TokenTree | DynamicTree,
     lm_head: LMHead | None = None,
     useful_depth: int = MAX_NODES,  # max depth of dynamic trees
+    stream: Stream | None = None,  # the noise of the next tokens, of requests that sample
 ) -> DraftTrees:
     """Draft; Hydra heads must have the target's embedding bound. No host sync."""
     device = hidden_states.device
+    noise = None
+    if stream is not None:
+        ids = heads.token_map
+        ids = torch.arange(heads.vocab_size, device=device) if ids is None else ids
+        noise = Noise(stream, ids)
     sharpness = getattr(tree, "sharpness", None)
     factors = None if sharpness is None else torch.tensor(sharpness, device=device)
-    step: MedusaStep | HydraStep = MedusaStep(heads, hidden_states, lm_head, factors)
+    step: MedusaStep | HydraStep = MedusaStep(heads, hidden_states, lm_head, factors, noise=noise)
     if isinstance(heads, HydraHeads):
-        step = HydraStep(heads, hidden_states, heads.embed, lm_head, factors)
+        step = HydraStep(heads, hidden_states, heads.embed, lm_head, factors, noise=noise)
     if isinstance(tree, DynamicTree):
         useful = torch.full((len(root),), useful_depth, device=device)
         return build_tree(step, source_on(tree, device), root, tree.num_nodes, useful)
     tensors = tensors_on(tree, device)
     if isinstance(step, HydraStep):
         return DraftTrees.static(tensors, fill_tree(step, tree, root))
-    logits = step.logits(tensors.max_depth)
-    return DraftTrees.static(tensors, propose(logits, tensors, heads.token_map))
+    scores = step.scores(tensors.max_depth)
+    return DraftTrees.static(tensors, propose(scores, tensors, heads.token_map))
 
 
 def source_on(tree: DynamicTree, device: torch.device) -> TreeTensors | Beam:

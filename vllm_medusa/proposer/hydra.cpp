@@ -28,6 +28,9 @@ struct HydraCall {
   const int64_t* root;       // [batch]
   const int64_t* max_depth;  // [batch]
   int64_t batch, width, choices, depth, limit, num_nodes;  // beam; useful drafts; nodes to return
+  const float* gumbel;       // [batch, noise_levels, vocab], see `noise.py`; null: none
+  const float *logit_scale, *noise_scale;  // [batch]
+  int64_t noise_levels;
   int64_t *token_ids, *parents;  // [batch, num_nodes]
   float* log_survival;           // [batch, num_nodes]
 };
@@ -113,10 +116,11 @@ struct Expanded {
 };
 
 // Hidden state and embeddings down to each node [nodes, (level + 2) * hidden] -> best choices.
-bool choose(const Hydra& hydra, int64_t level, const std::vector<float>& seen, int64_t count,
-            int64_t width, std::vector<int64_t>& ids, std::vector<float>& confidence) {
+bool choose(const Hydra& hydra, const HydraCall& call, int64_t level,
+            const std::vector<float>& seen, const std::vector<Expanded>& expanded,
+            std::vector<int64_t>& ids, std::vector<float>& confidence) {
   static thread_local std::vector<float> both, x, y, logits;
-  const int64_t H = hydra.hidden;
+  const int64_t H = hydra.hidden, count = expanded.size(), width = call.choices;
   multiply(hydra.first[level], seen.data(), count, both);
   x.resize(count * H);
   for (int64_t r = 0; r < count; r++)
@@ -133,9 +137,20 @@ bool choose(const Hydra& hydra, int64_t level, const std::vector<float>& seen, i
   multiply(lm_head, x.data(), count, logits);
   if (hydra.soft_cap > 0)
     for (float& logit : logits) logit = hydra.soft_cap * std::tanh(logit / hydra.soft_cap);
+  const float one = 1.0f, *factor = hydra.sharpness + level;
+  if (call.gumbel) {
+    for (int64_t r = 0; r < count; r++) {
+      const int64_t b = expanded[r].request;
+      const float scale = *factor * call.logit_scale[b], weight = call.noise_scale[b];
+      const float* noise = call.gumbel + (b * call.noise_levels + level) * hydra.vocab;
+      float* row = logits.data() + r * lm_head.rows;
+      for (int64_t i = 0; i < hydra.vocab; i++) row[i] = row[i] * scale + noise[i] * weight;
+    }
+    factor = &one;
+  }
   ids.resize(count * width), confidence.resize(count * width);
-  return best_of_rows(logits.data(), count, hydra.vocab, lm_head.rows, hydra.sharpness + level, 1,
-                      width, ids.data(), confidence.data());
+  return best_of_rows(logits.data(), count, hydra.vocab, lm_head.rows, factor, 1, width,
+                      ids.data(), confidence.data());
 }
 
 // Places of the largest values, best first, equal ones in order.
@@ -175,7 +190,7 @@ extern "C" int32_t hydra_trees(const Hydra* heads, const HydraCall* call) {
       else if (hydra.embedding_dtype == 1) embed<BFloat16>(hydra, token, row + old);
       else embed<Float16>(hydra, token, row + old);
     }
-    if (!choose(hydra, level, seen, count, call->choices, ids, confidence)) return 0;
+    if (!choose(hydra, *call, level, seen, expanded, ids, confidence)) return 0;
     std::vector<int64_t> first(B);  // candidates of the levels above
     for (int64_t b = 0; b < B; b++) first[b] = nodes[b].size();
     std::vector<std::vector<int64_t>> rows(B);

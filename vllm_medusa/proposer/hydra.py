@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from vllm_medusa.heads.hydra import HydraHeads, HydraInput
 from vllm_medusa.heads.model import ResBlock
 from vllm_medusa.kernels import CPU_DTYPES, cpu_library
+from vllm_medusa.noise import LevelNoise
 from vllm_medusa.proposer.choices import MAX_WIDTH
 from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
@@ -48,6 +49,8 @@ class _Call(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("states", "root", "max_depth")),
         *((name, c_int64) for name in ("batch", "width", "choices", "depth", "limit", "num_nodes")),
+        *((name, c_void_p) for name in ("gumbel", "logit_scale", "noise_scale")),
+        ("noise_levels", c_int64),
         *((name, c_void_p) for name in ("token_ids", "parents", "log_survival")),
     ]
 
@@ -115,6 +118,7 @@ class HydraBeam:
         num_nodes: int,
         max_depth: Tensor,  # int64 [B]
         limit: int | None = None,
+        noise: LevelNoise | None = None,  # of the beam's levels
     ) -> DraftTrees | None:
         """As `build.build_tree`; None if logits are not finite."""
         limit = num_nodes if limit is None else min(limit, num_nodes)
@@ -123,10 +127,15 @@ class HydraBeam:
         root, max_depth = root.contiguous(), max_depth.contiguous()
         token_ids, parents = torch.empty((2, batch, num_nodes), dtype=torch.int64)
         log_survival = torch.empty((batch, num_nodes))
+        shared: tuple[Any, ...] = (None, None, None, 0)
+        if noise is not None:
+            parts = [part.contiguous() for part in (noise.gumbel, noise.logit_scale)]
+            parts.append(noise.noise_scale.contiguous())
+            shared = (*(part.data_ptr() for part in parts), noise.gumbel.shape[1])
         call = _Call(
             states.data_ptr(), root.data_ptr(), max_depth.data_ptr(), batch, beam.width,
-            beam.choices, beam.depth, limit, num_nodes, token_ids.data_ptr(), parents.data_ptr(),
-            log_survival.data_ptr(),
+            beam.choices, beam.depth, limit, num_nodes, *shared, token_ids.data_ptr(),
+            parents.data_ptr(), log_survival.data_ptr(),
         )  # fmt: skip
         if not _kernel()(byref(self._hydra), byref(call)):
             return None

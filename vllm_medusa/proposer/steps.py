@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm_medusa.heads.hydra import HydraHeads, PackedHydra
 from vllm_medusa.heads.model import LMHead, MedusaHeads
 from vllm_medusa.heads.packed import PackedHeads
+from vllm_medusa.noise import Noise
 from vllm_medusa.proposer.choices import Choices, ReadChoices, read_choices
 
 Embed = Callable[[Tensor], Tensor]  # int64 [..] -> [.., H], the target's embedding, unscaled
@@ -26,6 +27,7 @@ class MedusaStep:
     lm_head: LMHead | None = None  # the target's, for heads that share it
     sharpness: Tensor | None = None  # float32 [>= D], factors on each head's logits; None: 1
     read: ReadChoices | None = None  # None: the logits cover the whole vocabulary
+    noise: Noise | None = None  # None: the requests do not sample
     stages: Stages | None = None  # None: all heads run at once
     useful: Tensor | None = None  # int64 [B], as for `Stages.choices`
     min_survival: float = 0.0  # as for `Stages.choices`
@@ -40,7 +42,13 @@ class MedusaStep:
         """The choices of heads ``first`` to ``depth`` - 1 (packed heads)."""
         sharpness = None if self.sharpness is None else self.sharpness[first:]
         read = self.read or functools.partial(read_choices, token_map=self.heads.token_map)
-        return read(self.logits(depth, first), width, sharpness)
+        noise = None if self.noise is None else self.noise.at(first, depth)
+        return read(self.logits(depth, first), width, sharpness, noise)
+
+    def scores(self, depth: int) -> Tensor:
+        """The scores by which the levels rank their tokens: [B, depth, V_draft]."""
+        logits = self.logits(depth)
+        return logits if self.noise is None else self.noise.at(0, depth).scores(logits)
 
     def logits(self, depth: int, first: int = 0) -> Tensor:
         """[B, depth - first, V_draft] of the same heads."""
@@ -63,8 +71,9 @@ class HydraStep:
         lm_head: LMHead | None = None,
         sharpness: Tensor | None = None,  # as for `MedusaStep`
         read: ReadChoices | None = None,
+        noise: Noise | None = None,  # as for `MedusaStep`
     ) -> None:
-        self._heads, self._embed, self._lm_head = heads, embed, lm_head
+        self._heads, self._embed, self._lm_head, self._noise = heads, embed, lm_head, noise
         self._sharpness = sharpness
         self._read = read or functools.partial(read_choices, token_map=heads.token_map)
         self._seen = hidden_states.unsqueeze(1)  # [B, k, (level + 1) * H] inputs for the nodes
@@ -77,7 +86,8 @@ class HydraStep:
         x = self._heads.level(level, self._seen.flatten(0, 1))  # [B * k, H]
         logits = self._heads.level_logits(level, x, self._lm_head).unflatten(0, (batch, nodes))
         factors = None if self._sharpness is None else self._sharpness[level].expand(nodes)
-        return self._read(logits, width, factors)
+        noise = None if self._noise is None else self._noise.at(level, level + 1)
+        return self._read(logits, width, factors, noise)
 
 
 MIN_SURVIVAL = 0.15  # min survival of the likeliest draft for deeper heads to run

@@ -11,10 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Draw = Callable[[Tensor, torch.Generator | None], Tensor]  # fp32 logits [V] -> int64 []
+from vllm_medusa.noise import splitmix_gumbel
 
-_MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # SplitMix64 (Steele et al. 2014)
-_GAMMA = 0x9E3779B97F4A7C15
+Draw = Callable[[Tensor, torch.Generator | None], Tensor]  # fp32 logits [V] -> int64 []
 
 
 def truncate_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
@@ -44,27 +43,7 @@ def draw_exponential(logits: Tensor, generator: torch.Generator | None = None) -
 
 
 def draw_splitmix(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Sample like vLLM's CPU sampler (x86, ARM): one seed, then Gumbel noise hashed from it.
-
-    The seed s and token i give 53 bits ``mix(mix(s) + (i + 1) * gamma) >> 11``, centered in (0, 1).
-    """
+    """Sample like vLLM's CPU sampler (x86, ARM): one seed, then Gumbel noise hashed from it."""
     seed = torch.randint(0, 2**31, (1,), generator=generator, device=logits.device)
-    counter = torch.arange(1, logits.shape[-1] + 1, device=logits.device)
-    bits = _shift_right(_mix(_mix(seed) + counter * _signed(_GAMMA)), 11)
-    gumbel = -(-((bits.double() + 0.5) * 2.0**-53).log()).log()
-    return (logits.double() + gumbel).argmax(-1)
-
-
-def _mix(word: Tensor) -> Tensor:
-    """SplitMix64's finalizer on int64 words, which wrap as unsigned ones do."""
-    for shift, factor in _MIXERS:
-        word = (word ^ _shift_right(word, shift)) * _signed(factor)
-    return word ^ _shift_right(word, 31)
-
-
-def _shift_right(word: Tensor, count: int) -> Tensor:
-    return (word >> count) & ((1 << (64 - count)) - 1)  # logical shift, without sign bits
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    return (logits.double() + splitmix_gumbel(seed, ids)).argmax(-1)

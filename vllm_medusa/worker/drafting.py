@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from vllm.config import VllmConfig
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.heads import HydraHeads, MedusaHeads, PackedHeads, PackedHydra, load_heads
+from vllm_medusa.noise import LevelNoise, Noise, Stream
 from vllm_medusa.proposer.build import build_tree, fill_tree
 from vllm_medusa.proposer.choices import Choices, read_choices, read_choices_sharded
 from vllm_medusa.proposer.dispatch import propose
@@ -157,17 +159,21 @@ class MedusaDrafter:
         max_depth: Tensor,
         limit: int | None = None,
         min_survival: float | None = None,
+        stream: Stream | None = None,
     ) -> DraftTrees:
         """See `trees.Drafter`; a static tree is drafted whole."""
+        noise = None if stream is None else Noise(stream, self._scored)
         if self.beam is not None:
             assert isinstance(self._source, Beam)
-            found = self.beam.draft(states, root, self._source, num_nodes, max_depth, limit)
+            depth = self._source.within(num_nodes if limit is None else limit).depth
+            levels = None if noise is None else noise.at(0, depth)
+            found = self.beam.draft(states, root, self._source, num_nodes, max_depth, limit, levels)
             return found or DraftTrees.roots(len(root), num_nodes, root.device)
         step: MedusaStep | HydraStep
         if self._embed is not None:
             assert isinstance(self.heads, HydraHeads | PackedHydra)
             step = HydraStep(
-                self.heads, states, self._embed, self._lm_head, self._sharpness, self._read
+                self.heads, states, self._embed, self._lm_head, self._sharpness, self._read, noise
             )
         else:
             assert not isinstance(self.heads, PackedHydra)
@@ -177,6 +183,7 @@ class MedusaDrafter:
                 self._lm_head,
                 self._sharpness,
                 self._read,
+                noise,
                 None if min_survival is None else self.stages,
                 max_depth,
                 min_survival or 0.0,
@@ -186,21 +193,33 @@ class MedusaDrafter:
         if isinstance(step, HydraStep):
             assert isinstance(self.options.tree, TokenTree)
             return DraftTrees.static(self.tree, fill_tree(step, self.options.tree, root))
-        logits, mapped = step.logits(self.tree.max_depth), self.heads.token_map
-        tokens = propose(logits, self.tree, mapped, self._shard, sharding.all_gather)
+        scores, mapped = step.scores(self.tree.max_depth), self.heads.token_map
+        tokens = propose(scores, self.tree, mapped, self._shard, sharding.all_gather)
         return DraftTrees.static(self.tree, tokens)
 
     propose = draft  # the method name that vLLM calls on custom proposers
 
-    def _read(self, logits: Tensor, width: int, sharpness: Tensor | None) -> Choices:
+    def _read(
+        self, logits: Tensor, width: int, sharpness: Tensor | None, noise: LevelNoise | None
+    ) -> Choices:
         """Read the choices from logits [B, D, V] of this rank."""
         mapped = self.heads.token_map
         if self._soft_cap is not None:
             logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
         if self._shard is None:
-            return read_choices(logits, width, sharpness, mapped)
+            return read_choices(logits, width, sharpness, noise, mapped)
         gather = sharding.all_gather
-        return read_choices_sharded(logits, width, self._shard, gather, sharpness, mapped)
+        return read_choices_sharded(logits, width, self._shard, gather, sharpness, noise, mapped)
+
+    @functools.cached_property
+    def _scored(self) -> Tensor:
+        """The target's ids that this rank scores, int64 [V_draft]."""
+        heads, shard = self.heads if self.beam is None else self.beam, self._shard
+        count = self.model_config.get_vocab_size()
+        ids = (
+            torch.arange(count, device=self.device) if heads.token_map is None else heads.token_map
+        )
+        return ids if shard is None else ids[shard.first_id : shard.first_id + shard.num_ids]
 
     def _lm_head(self, rows: Tensor) -> Tensor:
         """The target's logits [T, V], or this rank's part of the vocabulary; no LoRA adapters."""

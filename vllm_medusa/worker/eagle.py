@@ -59,6 +59,7 @@ def config_of_eagle(
         acceptance=config.acceptance,
         budget=config.budget or (tree.num_draft_tokens if config.tree == "chain" else "auto"),
         lookup=config.lookup,
+        shared_noise=config.shared_noise,
     )
     maximum = max(tree.num_draft_tokens, scratch_of(beam_of(tree)))  # reserved cache slots
     settings = {"method": method, "model": config.model, "num_speculative_tokens": maximum}

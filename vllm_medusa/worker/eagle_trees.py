@@ -26,6 +26,7 @@ from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_medusa.noise import LevelNoise, Noise, Stream
 from vllm_medusa.proposer.build import build_tree
 from vllm_medusa.proposer.choices import Choices, read_choices
 from vllm_medusa.sampler import Verdict
@@ -190,17 +191,26 @@ class EagleTrees:
         max_depth: Tensor,
         limit: int | None = None,
         min_survival: float | None = None,
+        stream: Stream | None = None,
     ) -> DraftTrees:
         """See `trees.Drafter`; runs all levels."""
-        branches = _Branches(self, states, max_depth > 0)
+        noise = None
+        if stream is not None:
+            ids = self.target_ids
+            if ids is None:
+                ids = torch.arange(
+                    self.vllm_config.model_config.get_vocab_size(), device=root.device
+                )
+            noise = Noise(stream, ids)
+        branches = _Branches(self, states, max_depth > 0, noise)
         return build_tree(branches, self.beam, root, num_nodes, max_depth, limit)
 
-    def choices(self, normed: Tensor, width: int) -> Choices:
-        """The best tokens after states [B, k, H]."""
+    def choices(self, normed: Tensor, width: int, noise: LevelNoise | None) -> Choices:
+        """The best tokens after states [B, k, H] of one level."""
         rows = normed.flatten(0, 1)
         logits = self.model.logits_processor(self.model.lm_head, rows).float()
         logits = logits.unflatten(0, normed.shape[:2])  # [B, k, V_draft]
-        return read_choices(logits, width, token_map=self.target_ids)
+        return read_choices(logits, width, noise=noise, token_map=self.target_ids)
 
     def _forward(
         self,
@@ -309,8 +319,10 @@ class _Branches:
     slots after their tokens.
     """
 
-    def __init__(self, drafter: EagleTrees, roots: Roots, used: Tensor) -> None:
-        self.drafter, self.roots, self.used = drafter, roots, used
+    def __init__(
+        self, drafter: EagleTrees, roots: Roots, used: Tensor, noise: Noise | None
+    ) -> None:
+        self.drafter, self.roots, self.used, self.noise = drafter, roots, used, noise
         self.ends = torch.where(used, roots.ends, 0)
         self.hidden = roots.hidden.unsqueeze(1)  # [B, k, H] of the latest level
         self.seen = roots.ends.new_zeros((len(roots.ends), 1, 0), dtype=torch.bool)  # [B, k, S]
@@ -323,7 +335,8 @@ class _Branches:
             own = own.expand(len(tokens), -1, -1)
             self.seen = torch.cat([_of_parents(self.seen, parents), own], 2)
             normed, self.hidden = self._run(level, tokens, _of_parents(self.hidden, parents))
-        return self.drafter.choices(normed, width)
+        noise = None if self.noise is None else self.noise.at(level, level + 1)
+        return self.drafter.choices(normed, width, noise)
 
     def _run(self, level: int, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Normed and hidden states [B, k, H] of a level; ``hidden`` [B, k, H] are the parents'.

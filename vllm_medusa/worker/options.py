@@ -50,6 +50,7 @@ class EngineOptions:
     budget: Literal["auto"] | int | dict[str, int] | None = None  # None: a static tree
     taus: tuple[float, ...] = ()  # tokens per step with 1, 2, .. draft nodes; empty: unknown
     lookup: bool = False  # also draft from the request's own text
+    shared_noise: bool = True  # choose drafts with the noise of the target's draws
 
     @property
     def depth(self) -> int:
@@ -205,6 +206,7 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
             budget=config.budget or "auto",
             taus=info.taus,
             lookup=config.lookup,
+            shared_noise=config.shared_noise,
         )
     tree = resolve_tree(
         config.tree,
@@ -213,7 +215,13 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
         vocab_size=info.draft_vocab_size or model_config.get_vocab_size(),
         max_draft_tokens=config.num_speculative_tokens,
     )
-    return EngineOptions(absolute(source), config.revision, tree, config.acceptance)
+    return EngineOptions(
+        absolute(source),
+        config.revision,
+        tree,
+        config.acceptance,
+        shared_noise=config.shared_noise,
+    )
 
 
 def _dynamic(config: MedusaConfig, info: HeadsInfo, model_config: Any) -> DynamicTree:

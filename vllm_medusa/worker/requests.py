@@ -90,9 +90,10 @@ class RequestOptions:
         self.default, self.device = default, device
         self._max_model_len = max_model_len
         self._max_tokens = np.full(num_slots, max_model_len, dtype=np.int64)  # of the whole text
-        self._by_path, self._follows, self._sampled, self._typical, self._greedy_root = np.zeros(
-            (5, num_slots), dtype=bool
+        self._by_path, self._follows, self._typical, self._greedy_root = np.zeros(
+            (4, num_slots), dtype=bool
         )
+        self._temperature = np.zeros(num_slots, dtype=np.float32)  # 0: greedy
         self._epsilon, self._delta = np.ones((2, num_slots), dtype=np.float32)
 
     def add(self, slot: int, params: SamplingParams, prompt_len: int) -> None:
@@ -115,7 +116,7 @@ class RequestOptions:
             or bool(params.bad_words_token_ids)
         )
         self._follows[slot] = follows_grammar(params)
-        self._sampled[slot] = sampled
+        self._temperature[slot] = params.temperature if sampled else 0.0
         self._typical[slot] = typical
         self._greedy_root[slot] = typical and rule.greedy_root
         self._epsilon[slot], self._delta[slot] = rule.epsilon, rule.delta
@@ -130,7 +131,11 @@ class RequestOptions:
 
     def may_copy(self, slots: np.ndarray) -> np.ndarray:
         """Bool [2, B]: requests without a grammar, and requests that sample."""
-        return np.stack([~self._follows[slots], self._sampled[slots]])
+        return np.stack([~self._follows[slots], self._temperature[slots] > 0])
+
+    def draw_temperature(self, slots: np.ndarray) -> np.ndarray:
+        """The temperature at which each token is drawn, float32 [B]; 0: greedy, or typical."""
+        return np.where(self._typical[slots], 0.0, self._temperature[slots]).astype(np.float32)
 
     def useful_depth(self, slots: np.ndarray, num_tokens: Tensor) -> Tensor:
         """Max depth of a node whose token the request can keep, int64 [B].

@@ -19,6 +19,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.search import Array
+from vllm_medusa.noise import Stream
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.cpu import topologies, write_positions
 from vllm_medusa.scorer.positions import write_node_positions
@@ -57,6 +58,7 @@ class Drafter(Protocol):
         max_depth: Tensor,
         limit: int | None = None,
         min_survival: float | None = None,
+        stream: Stream | None = None,
     ) -> DraftTrees:
         """A tree for each request, equal on all ranks.
 
@@ -70,6 +72,7 @@ class Drafter(Protocol):
             limit: Max useful drafts per request, from 1, also an upper bound of levels.
                 None: all.
             min_survival: Deep heads run only if some draft reaches this survival. None: always.
+            stream: The noise of the requests' next tokens. None: no request samples.
 
         """
         ...

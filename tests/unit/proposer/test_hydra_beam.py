@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_medusa.heads import HydraHeads
+from vllm_medusa.noise import Noise, Seeds
 from vllm_medusa.proposer.build import build_tree
 from vllm_medusa.proposer.hydra import HydraBeam
 from vllm_medusa.proposer.steps import HydraStep
@@ -40,9 +41,10 @@ def random_heads(dtype: torch.dtype, seed: int, **options) -> HydraHeads:
     limit=st.none() | st.integers(1, 12),
     options=st.sampled_from([{}, {"num_lm_heads": 3, "lm_head_bias": True}, {"mapped": 60}]),
     soft_cap=st.none() | st.just(3.0),
+    noisy=st.booleans(),
 )
 def test_drafts_what_the_builder_drafts(
-    seed, dtype, beam, depths, num_nodes, limit, options, soft_cap
+    seed, dtype, beam, depths, num_nodes, limit, options, soft_cap, noisy
 ):
     mapped = options.get("mapped")
     if mapped:
@@ -56,18 +58,28 @@ def test_drafts_what_the_builder_drafts(
     kernel = HydraBeam(heads, embedding, sharpness, soft_cap, exact=exact)
     assert HydraBeam.serves(heads, embedding, beam)
 
-    def read(logits, width, factors):
+    noise = None
+    if noisy:
+        heat = torch.linspace(0, 1.2, batch)  # the first is greedy
+        stream = Seeds(torch.arange(3 * batch).view(batch, 3), heat)
+        ids = torch.arange(VOCAB) if heads.token_map is None else heads.token_map
+        noise = Noise(stream, ids)
+
+    def read(logits, width, factors, noise):
         from vllm_medusa.proposer.choices import read_choices_in_torch
 
         if soft_cap:
             logits = torch.tanh(logits / soft_cap) * soft_cap
+        if noise is not None:
+            logits, factors = noise.scores(logits, factors), None
         return read_choices_in_torch(logits, width, factors, heads.token_map)
 
     heads = heads.float()
     heads.use_target_embedding(embedding.float())
-    step = HydraStep(heads, states, heads.embed, None, sharpness, read)
+    step = HydraStep(heads, states, heads.embed, None, sharpness, read, noise)
     expected = build_tree(step, beam, root, num_nodes, depth, limit)
-    found = kernel.draft(states, root, beam, num_nodes, depth, limit)
+    levels = noise and noise.at(0, 3)
+    found = kernel.draft(states, root, beam, num_nodes, depth, limit, levels)
     if limit is not None:  # drafts beyond it depend on the neighbors
         expected, found = expected.limited(limit), found.limited(limit)
     possible = expected.log_survival > IMPOSSIBLE

@@ -16,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_medusa.noise import Seeds, next_seeds
 from vllm_medusa.proposer.steps import MIN_SURVIVAL
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.step import TreeStep
@@ -28,7 +29,7 @@ from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import CANDIDATES, follows_grammar
 from vllm_medusa.worker.target import heads_left_out
 from vllm_medusa.worker.trees import Trees, tree_drafts
-from vllm_medusa.worker.v1.verification import TreeVerifier
+from vllm_medusa.worker.v1.verification import TreeVerifier, draws_splitmix
 
 
 class MedusaModelRunner(CPUModelRunner):
@@ -46,6 +47,7 @@ class MedusaModelRunner(CPUModelRunner):
         self._drafts = TreeDrafts([], [])  # to be sent to the scheduler
         # some request had a grammar: the scheduler then forces drafts, and counts steps without
         self._had_grammar = False
+        self._shares_noise = self._options.shared_noise and draws_splitmix(self.sampler)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target without heads in its checkpoint, then the heads (vLLM does both)."""
@@ -173,7 +175,8 @@ class MedusaModelRunner(CPUModelRunner):
         num_new = np.array([len(tokens) for tokens in sampled_token_ids])
         root = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids])
         depth = trees.useful_depth(slots, torch.from_numpy(num_tokens), torch.from_numpy(num_new))
-        drafts = self._draft(states, root, depth, limit, structured)
+        stream = self._stream(slots, depth.numpy(), limit)
+        drafts = self._draft(states, root, depth, limit, structured, stream)
         if trees.lookup is not None:
             texts, rows = batch.token_ids_cpu[:, : num_tokens.max()], np.arange(len(slots))
             may_copy = trees.requests.may_copy(slots)
@@ -187,8 +190,36 @@ class MedusaModelRunner(CPUModelRunner):
         self._drafts = tree_drafts(drafts, batch.req_ids, structured.tolist())
         return self._drafts.draft_token_ids
 
+    def _stream(self, slots: np.ndarray, depth: np.ndarray, limit: int) -> Seeds | None:
+        """The noise of the next tokens of requests that draw them; None: there are none.
+
+        Such requests have a generator of their own from then on, seeded by vLLM's.
+        """
+        if not self._shares_noise or self._options.heads is None or limit < 1:
+            return None
+        heat = self.trees.requests.draw_temperature(slots)
+        rows = np.flatnonzero((heat > 0) & (depth > 0)).tolist()
+        if not rows:
+            return None
+        batch = self.input_batch
+        seeds = torch.full((len(slots), self._options.tree.max_depth), -1)
+        for row in rows:
+            if row not in batch.generators:
+                generator = torch.Generator()
+                generator.manual_seed(int(torch.randint(0, 2**62, (1,))))
+                self.requests[batch.req_ids[row]].generator = generator
+                batch.generators[row] = generator
+            seeds[row] = next_seeds(batch.generators[row], seeds.shape[1])
+        return Seeds(seeds, torch.from_numpy(heat))
+
     def _draft(
-        self, states: Any, root: Tensor, depth: Tensor, limit: int, structured: np.ndarray
+        self,
+        states: Any,
+        root: Tensor,
+        depth: Tensor,
+        limit: int,
+        structured: np.ndarray,
+        stream: Seeds | None,
     ) -> DraftTrees:
         """Trees of at most ``limit`` drafts; candidates for requests with structured output.
 
@@ -200,7 +231,7 @@ class MedusaModelRunner(CPUModelRunner):
         # With a grammar, tokens are likelier than estimated; a fixed budget uses all its nodes.
         rest = not structured.any() and not isinstance(self._options.budget, int)
         width, min_survival = min(maximum + 1, MAX_NODES), MIN_SURVIVAL if rest else None
-        drafts = self.drafter.draft(states, root, width, depth, maximum, min_survival)
+        drafts = self.drafter.draft(states, root, width, depth, maximum, min_survival, stream)
         limits = torch.where(torch.from_numpy(structured), maximum, limit)
         return drafts.limited(limits.masked_fill(depth == 0, 0))
 

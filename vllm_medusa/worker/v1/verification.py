@@ -99,6 +99,12 @@ class TreeVerifier:
         return _finish(verdict, logprobs)
 
 
+def draws_splitmix(sampler: Sampler) -> bool:
+    """Whether it draws with noise hashed from one seed per token, as vLLM does on x86 and ARM."""
+    own = sampler.topk_topp_sampler
+    return own.forward == own.forward_cpu and not own.use_fp64_gumbel
+
+
 def _is_plain_greedy(metadata: SamplingMetadata) -> bool:
     """Whether only the argmax of each row is needed, so that no walk is required."""
     return bool(

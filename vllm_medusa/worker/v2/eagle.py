@@ -86,7 +86,8 @@ class EagleTreeSpeculator(TreeSpeculator):
         longest = self.max_model_len
         while longest:
             roots = Roots(states, states, nothing, longest, table)
-            self.drafter.draft(roots, nothing, self.trees.num_nodes, nothing)
+            for stream in (None, self._idle_stream(nothing)):
+                self.drafter.draft(roots, nothing, self.trees.num_nodes, nothing, stream=stream)
             longest //= 2
 
     def draft_states(

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
@@ -29,6 +30,7 @@ from vllm_medusa.worker.options import is_eagle, is_medusa
 from vllm_medusa.worker.overrides import override
 from vllm_medusa.worker.target import adapted_heads, adapters_left_out
 from vllm_medusa.worker.trees import Trees, tree_drafts
+from vllm_medusa.worker.v2.noise import HashedNoise, persistent_draws
 from vllm_medusa.worker.v2.state import tree_model_state
 
 
@@ -69,6 +71,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.drafter = self.make_drafter()
         self.trees = Trees(vllm_config, self.drafter, device)
         self.states: RequestState | None = None  # vLLM's, of the step
+        self.sampler: Sampler | None = None  # vLLM's
         self.limit: int | None = None  # max drafts from the drafter; None: no separate limit
         # int64 [max tokens of a step]; a fixed address, because CUDA graphs read it
         self.positions = torch.zeros(
@@ -114,7 +117,28 @@ class TreeSpeculator(DraftModelSpeculator):
         for batch in (1, 16):  # logits strides that are, or are not, multiples of 16
             hidden = torch.zeros(batch, hidden_size, dtype=self.dtype, device=device)
             roots = slot.expand(batch)
-            self.drafter.draft(hidden, roots, self.trees.num_nodes, roots)
+            for stream in (None, self._idle_stream(roots)):
+                self.drafter.draft(hidden, roots, self.trees.num_nodes, roots, stream=stream)
+
+    def _idle_stream(self, slots: Tensor) -> HashedNoise:
+        """A stream of any noise, to compile its kernel; slots int64 [B]."""
+        return HashedNoise(slots, slots, slots, slots.to(torch.float32) + 1)
+
+    def _stream(
+        self, host_slots: np.ndarray, slots: Tensor, num_tokens: Tensor
+    ) -> HashedNoise | None:
+        """The noise of the next tokens of B requests; None: no request draws them.
+
+        ``num_tokens`` (integer [B]) are their tokens so far.
+        """
+        if self.sampler is None or not self.trees.options.shared_noise:
+            return None
+        heat = persistent_draws(self.sampler, self.trees.requests, host_slots)
+        if not heat.any():
+            return None
+        temperature = async_tensor_h2d(heat, device=self.device)
+        seeds = self.sampler.sampling_states.seeds.gpu
+        return HashedNoise(seeds, slots, num_tokens - 1, temperature)
 
     def warm_up_lookup(self, texts: Tensor) -> None:
         """Compile the lookup kernels; ``texts`` is int32 [slots, max tokens of a text]."""
@@ -199,7 +223,8 @@ class TreeSpeculator(DraftModelSpeculator):
         if not dummy_run:
             depth = trees.useful_depth(host_slots, num_tokens, num_sampled)
         if trees.options.heads is not None and drafter_limit != 0:
-            drafts = self.drafter.draft(states, root, nodes, depth, drafter_limit)
+            stream = None if dummy_run else self._stream(host_slots, slots, num_tokens)
+            drafts = self.drafter.draft(states, root, nodes, depth, drafter_limit, stream=stream)
         else:
             drafts = DraftTrees.roots(batch, nodes, self.device)
         if not dummy_run:

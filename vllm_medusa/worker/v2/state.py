@@ -132,6 +132,7 @@ class TreeModelState(DefaultModelState):
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Keep vLLM's sampler; replace its rejection sampler."""
         config = self.vllm_config.speculative_config
+        self.speculator.sampler = sampler
         return sampler, TreeSampler(
             sampler, config, self.device, self.speculator.trees, self.speculator.positions
         )

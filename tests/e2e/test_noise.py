@@ -1,0 +1,102 @@
+"""Drafts that share the noise of the target's draws: more are accepted, no token changes.
+
+Distributions of requests without a seed: `test_unseeded`. On V2 this file runs in
+`test_sampling_on_v2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.assets import HEADS, TARGET, code_prompts
+from support.engines import Completion, complete, engine, greedy, medusa
+from support.reference import differing
+from support.runner import ON_V2, sized
+from support.spies import mean_accepted, recorded_steps
+from transformers import AutoModelForCausalLM
+from vllm import LLM, SamplingParams
+
+from vllm_medusa.decode import decode
+from vllm_medusa.heads import load_heads
+from vllm_medusa.noise import Seeds
+from vllm_medusa.sampler import draw_splitmix
+from vllm_medusa.tree.presets import load_preset
+
+pytestmark = pytest.mark.engine
+
+TOKENS = sized(48, 10)
+TREE = "mc_sim_7b_63"
+PROMPTS = code_prompts(0, sized(12, 6))
+PARAMS = [greedy(TOKENS, temperature=1.0, seed=seed) for seed in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Completion]:
+    with engine(TARGET) as llm:
+        return complete(llm, PROMPTS, PARAMS)
+
+
+@pytest.fixture(scope="module")
+def without(plain: list[Completion]) -> float:
+    with engine(TARGET, medusa(HEADS, TREE, shared_noise=False)) as llm:
+        return accepted(llm, plain)
+
+
+@pytest.fixture(scope="module")
+def llm(without: float) -> Iterator[LLM]:
+    with engine(TARGET, medusa(HEADS, TREE)) as llm:
+        yield llm
+
+
+def accepted(llm: LLM, plain: list[Completion], params: list[SamplingParams] = PARAMS) -> float:
+    """Mean accepted drafts of a step; tokens are plain vLLM's."""
+    with recorded_steps() as steps:
+        got = complete(llm, PROMPTS, params)
+    assert differing(plain, got) == []
+    return mean_accepted(steps)
+
+
+def test_more_drafts_are_accepted(llm: LLM, plain: list[Completion], without: float) -> None:
+    assert accepted(llm, plain) > 1.12 * without
+
+
+@pytest.mark.parametrize("wrong", ["position", "request"])
+def test_other_noise_loses_the_gain_and_no_token(
+    llm: LLM, plain: list[Completion], without: float, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative controls: the next position's noise, and another request's."""
+    kind: Any = Seeds
+    if ON_V2:
+        from vllm_medusa.worker.v2.noise import HashedNoise as kind
+    gumbel = kind.gumbel
+
+    def moved(self: Any, *args: Any) -> Any:
+        found = gumbel(self, *args)
+        return found.roll(1, 1 if wrong == "position" and found.shape[1] > 1 else 0)
+
+    monkeypatch.setattr(kind, "gumbel", moved)
+    assert accepted(llm, plain) < 1.03 * without
+
+
+def test_requests_without_a_seed_draw_independently(llm: LLM) -> None:
+    free = [greedy(TOKENS, temperature=1.0)] * 6
+    first, second = (complete(llm, [PROMPTS[0]] * 6, free) for _ in range(2))
+    assert len({completion.token_ids for completion in (*first, *second)}) == 12
+
+
+@pytest.mark.skipif(ON_V2, reason="V2's noise is not decode.py's")
+def test_accepts_what_the_oracle_accepts(llm: LLM) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
+    heads, _ = load_heads(HEADS, **sizes, dtype=torch.float32)
+    for seed, prompt in enumerate(PROMPTS[:4]):
+        expected = decode(
+            model, heads, load_preset(TREE), torch.tensor(prompt), TOKENS, temperature=1.0,
+            generator=torch.Generator().manual_seed(seed), draw=draw_splitmix,
+        )  # fmt: skip
+        (got,) = complete(llm, [prompt], PARAMS[seed])
+        assert list(got.token_ids) == expected.token_ids
+        assert list(got.accepted) == expected.accepted_per_step

@@ -1,0 +1,49 @@
+// The Gumbel noise of vLLM's CPU sampler; `noise.py` calls it.
+
+namespace {
+
+inline uint64_t mixed(uint64_t z) {  // SplitMix64's finalizer
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+// -log(-log u) of W numbers u; v = 1 - u is given too, because the largest noise is near u = 1.
+inline Floats gumbel(Floats u, Floats v) {
+  Floats series = v * 0.125f;  // -log(1 - v) = v + v^2 / 2 + ...
+  for (float c : {1.0f / 7, 1.0f / 6, 0.2f, 0.25f, 1.0f / 3, 0.5f, 1.0f}) series = (series + c) * v;
+  return -logarithm(v < 0.25f ? series : -logarithm(u));
+}
+
+void noise_of(uint64_t seed, const int64_t* ids, int64_t count, float* out) {
+  constexpr double UNIT = 1.0 / (1ll << 53);
+  const uint64_t base = mixed(seed);
+  for (int64_t i = 0; i < count; i += W) {
+    const int64_t lanes = std::min(int64_t(W), count - i);
+    float u[W] = {}, v[W] = {}, found[W];
+    for (int64_t k = 0; k < lanes; k++) {
+      const int64_t bits = mixed(base + uint64_t(ids[i + k] + 1) * 0x9e3779b97f4a7c15u) >> 11;
+      u[k] = (bits + 0.5) * UNIT;
+      v[k] = ((1ll << 53) - bits - 0.5) * UNIT;
+    }
+    store(found, gumbel(load(u), load(v)));
+    std::copy_n(found, lanes, out + i);
+  }
+}
+
+}  // namespace
+
+// out [rows, count], of the tokens `ids`; a row of zeros for seeds < 0.
+extern "C" void gumbel_noise(const int64_t* seeds, int64_t rows, const int64_t* ids, int64_t count,
+                             float* out) {
+  constexpr int64_t PART = 2048;
+  const int64_t parts = (count + PART - 1) / PART;
+#pragma omp parallel for schedule(static) if (rows * count > 4096)
+  for (int64_t task = 0; task < rows * parts; task++) {
+    const int64_t row = task / parts, at = task % parts * PART;
+    const int64_t size = std::min(PART, count - at);
+    float* to = out + row * count + at;
+    if (seeds[row] < 0) std::fill_n(to, size, 0.0f);
+    else noise_of(seeds[row], ids + at, size, to);
+  }
+}

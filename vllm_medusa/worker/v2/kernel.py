@@ -1,0 +1,55 @@
+# mypy: allow-untyped-defs
+"""The noise of V2's sampler in Triton, hashed by vLLM's own functions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from vllm.triton_utils import tl, triton
+from vllm.v1.worker.gpu.sample.gumbel import _log1p_neg_stable, murmur3_uniform32
+
+_BLOCK = 1024
+
+
+def gumbel_noise(
+    seeds: Tensor,  # int64 [slots]
+    slots: Tensor,  # integer [B]
+    positions: Tensor,  # integer [B], of the requests' last tokens
+    temperature: Tensor,  # fp32 [B]; 0: zeros
+    first: int,
+    stop: int,
+    token_ids: Tensor,  # int64 [V]
+) -> Tensor:
+    """Noise of the tokens at levels ``first`` to ``stop`` - 1: fp32 [B, levels, V]."""
+    batch, count = len(slots), len(token_ids)
+    found = torch.empty((batch, stop - first, count), device=token_ids.device)
+    _gumbel_kernel[(batch, stop - first, triton.cdiv(count, _BLOCK))](
+        found, token_ids, seeds, slots, positions, temperature, first, count, BLOCK=_BLOCK
+    )
+    return found
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def _gumbel_kernel(
+    out_ptr,  # fp32 [B, levels, count]
+    ids_ptr,  # int64 [count]
+    seeds_ptr,
+    slots_ptr,
+    positions_ptr,
+    temperature_ptr,
+    first,
+    count,
+    BLOCK: tl.constexpr,
+):
+    request, level = tl.program_id(0), tl.program_id(1)
+    block = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = block < count
+    noise = tl.zeros((BLOCK,), tl.float32)
+    if tl.load(temperature_ptr + request) > 0:
+        seed = tl.load(seeds_ptr + tl.load(slots_ptr + request).to(tl.int64))
+        position = tl.load(positions_ptr + request).to(tl.int64) + first + level
+        ids = tl.load(ids_ptr + block, mask=inside, other=0)
+        uniform = murmur3_uniform32(seed, position, ids)
+        noise = -tl.log(-_log1p_neg_stable(uniform))
+    row = (request * tl.num_programs(1) + level).to(tl.int64)
+    tl.store(out_ptr + row * count + block, noise, mask=inside)
