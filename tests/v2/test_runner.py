@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.assets import TARGET
@@ -38,12 +40,15 @@ if ON_V2:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
+    from vllm_medusa.config import AcceptanceConfig
     from vllm_medusa.tree.drafts import DraftTrees
     from vllm_medusa.worker.cuda_graphs import tree_sizes
     from vllm_medusa.worker.drafting import MedusaDrafter
     from vllm_medusa.worker.options import V1_WORKER, V2_WORKER, EngineOptions, is_medusa
+    from vllm_medusa.worker.requests import RequestOptions
     from vllm_medusa.worker.v2 import sampler as sampler_module
     from vllm_medusa.worker.v2.config import TreeSpeculativeConfig
+    from vllm_medusa.worker.v2.noise import persistent_draws
     from vllm_medusa.worker.v2.sampler import TreeSampler
 
 ASSETS = Path(__file__).parents[2] / "tests" / "assets"
@@ -353,3 +358,21 @@ def test_a_request_with_a_grammar_arrives_while_no_head_runs(
     assert len(texts) == 3
     for text in texts.values():
         assert text and any(each.startswith(text) for each in allowed)
+
+
+def test_noise_is_not_shared_where_another_sampler_may_draw() -> None:
+    """Noise that is used only if drafts profit from it would bias the tokens."""
+    requests = RequestOptions(3, AcceptanceConfig(), 64, torch.device("cpu"))
+    for slot, heat in enumerate((1.0, 0.5, 0.0)):
+        requests.add(slot, SamplingParams(temperature=heat, max_tokens=8), 4)
+    states = SimpleNamespace(seeds_set=np.array([True, False, True]))
+    for fused, wide, expected in (
+        (False, False, [1.0, 0.5, 0.0]),
+        (True, False, [1.0, 0.0, 0.0]),
+        (False, True, [0.0, 0.0, 0.0]),
+    ):
+        sampler = SimpleNamespace(
+            use_fp64_gumbel=wide, use_flashinfer=fused, use_xpu_sampler=False,
+            sampling_states=states,
+        )  # fmt: skip
+        assert persistent_draws(sampler, requests, np.arange(3)).tolist() == expected
