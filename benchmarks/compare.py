@@ -1,4 +1,4 @@
-"""Drafters and kinds of trees against plain vLLM: speed, load, tau, lookup and drafters.
+"""Drafters and kinds of trees against plain vLLM: speed, load, tau, noise, lookup and drafters.
 
     python -m benchmarks speed --drafter DRAFTER --texts FOLDER_OF_PROMPTS
     python -m benchmarks load --batch 1 4 16 --drafter DRAFTER    # full batches
@@ -39,6 +39,7 @@ Form = Literal[
     "automatic",
     "automatic+lookup",
     "dynamic",
+    "noiseless",
     "static",
     "chain",
     "lookup",
@@ -54,8 +55,9 @@ class CompareOptions(EngineOptions):
     others: tuple[Path, ...] = option("further heads or drafters", default=(), metavar="FOLDER")
     forms: tuple[Form, ...] = option(
         "automatic: trees by the budget, also with lookup; dynamic, static: trees of --nodes; "
-        "chain: of --chain; lookup: dynamic trees without the drafter; both: with it; stock, "
-        "ngram: vLLM's own chain and n-grams of --chain",
+        "noiseless: dynamic without shared noise; chain: of --chain; lookup: dynamic trees "
+        "without the drafter; both: with it; stock, ngram: vLLM's own chain and n-grams of "
+        "--chain",
         default=("automatic", "chain", "dynamic", "static", "stock", "ngram"),
     )
     nodes: tuple[Positive, ...] = option("numbers of draft nodes of trees", default=(4, 7, 15))
@@ -108,6 +110,8 @@ def arms(folders: list[Path], options: CompareOptions, progress: Progress) -> li
             sizes = options.chain if form in ("chain", "stock") else options.nodes
             for size in (0,) if form.startswith(AUTOMATIC) else sizes:
                 if arm := arm_of(folder, form, size):
+                    if form == "dynamic" and "noiseless" in options.forms:
+                        arm = replace(arm, against=f"{arm.what['drafter']}, noiseless {size}")
                     found.append(arm)
                 else:
                     progress.note(f"{folder.name}: no {form} of {size}")
@@ -135,6 +139,8 @@ def arm_of(folder: Path, form: str, size: int) -> Arm | None:
         case "dynamic":
             config = medusa_config(where, {"budget": size})
             against = f"{drafter}, static {size}"
+        case "noiseless":
+            config = medusa_config(where, {"budget": size, "shared_noise": False})
         case "both":
             config = medusa_config(where, {"budget": size, "lookup": True})
             against = f"{drafter}, dynamic {size}"
@@ -242,6 +248,8 @@ LOAD_DEFAULTS: dict[str, Any] = {"forms": ("automatic", "dynamic"), "nodes": (2,
 LOAD_DEFAULTS |= {"batch": (1, 2, 4, 8, 16, 32, 64), "waves": 3, "max_tokens": 24}
 TAU_DEFAULTS: dict[str, Any] = {"forms": ("static", "dynamic"), "nodes": (2, 4, 7, 15, 31)}
 TAU_DEFAULTS |= {"batch": (8,), "rounds": 0}
+NOISE_DEFAULTS = TAU_DEFAULTS | {"forms": ("noiseless", "dynamic")}
+NOISE_DEFAULTS |= {"temperatures": (0.5, 0.7, 1.0, 1.3)}
 LOOKUP_DEFAULTS = TAU_DEFAULTS | {"forms": ("dynamic", "lookup", "both"), "nodes": (15,)}
 ALL_FORMS = ("dynamic", "static", "both", "chain", "stock", "ngram")
 
@@ -255,5 +263,6 @@ BY_NODES = Plot("nodes", ("tau",), ("drafter", "form"))
 SPEED = case({"nodes": (7,), "chain": (3,)}, Plot("batch", ("ratio", "tau")))
 LOAD = case({"batch": (1, 8)}, Plot("batch", ("ratio",)), **LOAD_DEFAULTS)
 TAU = case({"nodes": (4,), "rounds": 0}, BY_NODES, **TAU_DEFAULTS)
+NOISE = case({"nodes": (4,), "rounds": 0}, BY_NODES, **NOISE_DEFAULTS)
 LOOKUP = case({"rounds": 0}, BY_NODES, **LOOKUP_DEFAULTS)
 DRAFTERS = case({"nodes": (7,), "rounds": 0}, BY_NODES, **TAU_DEFAULTS | {"forms": ALL_FORMS})

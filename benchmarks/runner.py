@@ -37,6 +37,7 @@ CASES = {  # name -> (location of its `Case`, what it measures)
     ),
     "load": ("compare.LOAD", "the automatic budget and static trees, by batch size"),
     "tau": ("compare.TAU", "tokens per step of dynamic and static trees, by number of nodes"),
+    "noise": ("compare.NOISE", "tokens per step with and without shared noise, by temperature"),
     "lookup": ("compare.LOOKUP", "tokens per step of a drafter, of lookup and of both in one tree"),
     "drafters": ("compare.DRAFTERS", "tokens per step of several drafters in all forms"),
     "typical": ("typical.CASE", "typical acceptance: tokens per step and text quality"),
