@@ -9,6 +9,7 @@ LM heads, as published for Medusa, and with the target's LM head for all.
     step      everything, as one graph
     score     forward pass, logits, argmax       attention  of it, all layers
     verify    walk and compaction                propose    heads, top-k, the next tree
+    lookup    not part of the step: copies from texts as long as the context, launched eagerly
 
 Needs only torch and Triton.
 """
@@ -16,7 +17,7 @@ Needs only torch and Triton.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -29,7 +30,9 @@ from benchmarks.gpu.decoder import Decoder, HeadLogits, step_tree
 from benchmarks.gpu.model import LLAMA_2_7B, LLAMA_3_8B, Target
 from benchmarks.gpu.model import TINY as TINY_SHAPE
 from vllm_medusa.job import Progress
+from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.options import Options, Positive, option
+from vllm_medusa.tree.drafts import DraftTrees
 
 HEADS = 5
 MODELS = {shape.name: shape for shape in (LLAMA_2_7B, LLAMA_3_8B, TINY_SHAPE)}
@@ -90,6 +93,21 @@ def make_heads(target: Target, own: bool) -> HeadLogits:
     return lambda hidden: heads.compute_logits(heads(hidden))
 
 
+def make_lookup(batch: int, context: int, nodes: int, device: str) -> Callable[[], None]:
+    """A step of lookup with texts of few different tokens, in which short matches are common."""
+    rows = torch.arange(batch, device=device)
+    texts = torch.randint(100, (batch, context), dtype=torch.int32, device=device)
+    lengths, new, depth = (torch.full_like(rows, number) for number in (context, 1, nodes - 1))
+    drafts, sampled = DraftTrees.roots(batch, nodes, device), torch.zeros_like(rows).bool()
+    lookup = Lookup(100, batch, nodes - 1, torch.device(device))
+
+    def call() -> None:
+        lookup.learn(rows, texts, rows, lengths, new)
+        lookup.extend(rows, texts, rows, lengths, drafts, depth, sampled, HEADS)
+
+    return call
+
+
 @torch.no_grad()
 def measure(
     what: dict[str, Any],
@@ -121,6 +139,7 @@ def measure(
         right &= decoder.verdict.path.num_accepted.tolist() == [tree.max_depth] * batch
         found["verify_us"] = time(decoder.verify)
         found["propose_us"] = time(decoder.propose)
+        found["lookup_us"] = clock.wall(make_lookup(batch, context, nodes, target.device))
         decoder.head_logits = shared
         found["propose_shared_us"] = time(decoder.propose)
         found["step_shared_us"] = time(decoder.step)
@@ -141,6 +160,7 @@ CASE = Case(
         **titled("score_us attention_us verify_us propose_us", ".0f"),
         "propose_shared_us": ("propose us, target's LM head", ".0f"),
         "step_eager_us": ("step eager us", ".0f"),
+        "lookup_us": ("lookup eager us", ".0f"),
     },
     quick={"batches": (1,), "contexts": (1024,)},
     plot=Plot("nodes", ("ratio",), ("model", "batch", "context")),

@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-PROMPTS, TOKENS, SECONDS = 8, 96, 240
+PROMPTS, TOKENS = 8, 96
+SECONDS = 480  # from the start of a mode's engines
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -69,6 +71,7 @@ class Engine:
         task = {"engine": engine, "prompts": prompts, "temperatures": [0.0, 0.8]}
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.output = folder / "output.txt"
+        self.end = time.monotonic() + SECONDS
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", ENGINE, json.dumps(task | {"tokens": TOKENS})],
@@ -85,9 +88,12 @@ class Engine:
 
     def wait(self) -> tuple[dict[str, Any], str]:
         """Token ids by temperature, and its output."""
-        code = self.process.wait(SECONDS)
+        try:
+            code: Any = self.process.wait(max(0.0, self.end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = f"still running after {SECONDS} s"
         said = self.output.read_text()
-        assert code == 0, said[-4000:]
+        assert code == 0, f"{code}: {said[-4000:]}"
         found = re.search(r"^FOUND(.*)$", said, re.MULTILINE)
         return json.loads(found[1]), said
 
@@ -146,6 +152,22 @@ def test_trees_give_plain_tokens(engines: tuple[str, dict[str, Engine]], trees: 
     assert got == plain
     assert not compiled_late(output) & own_kernels()
     assert mode != "eager" or "tree" not in TREES[trees] or not waited(output)
+
+
+def test_what_a_hanging_engine_wrote_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The limit counts from the start of the engines, so that several may hang."""
+    script = "import time; print('up', flush=True); time.sleep(3600)"
+    monkeypatch.setattr(sys.modules[__name__], "ENGINE", script)
+    engine = Engine({}, tmp_path)
+    try:
+        while "up" not in engine.output.read_text():
+            time.sleep(0.1)
+        engine.end -= SECONDS
+        with pytest.raises(AssertionError, match=f"still running after {SECONDS} s: up"):
+            engine.wait()
+    finally:
+        engine.process.kill()
+        engine.process.wait()
 
 
 @pytest.mark.parametrize(

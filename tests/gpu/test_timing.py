@@ -52,6 +52,7 @@ class TestInterpreted:
         options = StepOptions(models=("tiny",), batches=(2,), contexts=(20,), nodes=(7,))
         plain, tree = (row.to_dict() for row in step.run(options, SILENT))
         assert (plain["nodes"], tree["nodes"]) == (1, 7) and "ratio" not in plain
+        assert tree["lookup_us"] > 0 and "lookup_us" not in plain
         assert tree["ratio"] == pytest.approx(tree["step_us"] / plain["step_us"])
 
 

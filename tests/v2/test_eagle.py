@@ -33,6 +33,7 @@ if ON_V2:
     from support.triton_attention import triton_attention_on_cpu
 
     from vllm_medusa.worker import cuda_attention
+    from vllm_medusa.worker.v2 import cuda_warmup
 
 TOKENS, DEPTH = 8, 3
 PROMPTS = random_prompts(2, VOCAB, shortest=30, longest=36, seed=7)  # one takes two chunks
@@ -119,17 +120,19 @@ def test_control_visible_siblings(
 
 
 def test_warm_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before graph capture it attends in parts too, and does not modify the cache."""
+    """Before graph capture levels attend in parts and whole; the cache is unchanged."""
     core: Any = llm.llm_engine.engine_core
-    speculator = core.engine_core.model_executor.driver_worker.worker.model_runner.speculator
+    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    speculator = runner.speculator
     layers = speculator.vllm_config.compilation_config.static_forward_context
     cache = layers[speculator.drafter.groups[0].layer_names[0]].kv_cache
     attend, before, seen = cuda_attention.paged_tree_attention, cache.clone(), set()
 
     def spy(query: Any, keys: Any, values: Any, batch: Any, *args: Any, **named: Any) -> Any:
-        seen.add((batch.rows_before > 0, batch.num_splits > 1))
+        seen.add((batch.max_query_len, batch.num_splits > 1))
         return attend(query, keys, values, batch, *args, **named)
 
     monkeypatch.setattr(cuda_attention, "paged_tree_attention", spy)
-    speculator.warm_up()
-    assert (True, True) in seen and cache.equal(before)
+    cuda_warmup.warm_up(runner)
+    width = speculator.drafter.beam.width
+    assert seen >= {(width, False), (width, True)} and cache.equal(before)

@@ -160,4 +160,5 @@ def device_limits(device: torch.device) -> DeviceLimits:
         return DeviceLimits()
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", DeviceLimits().shared_bytes)
-    return DeviceLimits(properties.multi_processor_count, shared, properties.major >= 9)
+    async_mma = 9 <= properties.major < 12  # desktop Blackwell (12) multiplies as Ampere does
+    return DeviceLimits(properties.multi_processor_count, shared, async_mma)

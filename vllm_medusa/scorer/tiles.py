@@ -24,7 +24,7 @@ class DeviceLimits(NamedTuple):
 
     num_sms: int = 1
     shared_bytes: int = 99 * 1024  # per block; a multiprocessor has 1 KB more
-    async_mma: bool = False  # Hopper and later: products read keys and values from shared memory
+    async_mma: bool = False  # data center GPUs from Hopper on: products read shared memory
 
 
 @dataclass(frozen=True)

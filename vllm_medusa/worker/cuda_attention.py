@@ -157,8 +157,8 @@ class TreeAttentionImpl(TritonAttentionImpl):
         )
 
 
-def warm_up(layers: Mapping[str, Any], groups: Iterable[Any]) -> None:
-    """Compile all kernels that steps of these attention groups may need.
+def warm_up(layers: Mapping[str, Any], groups: Iterable[Any], *, branches: bool = False) -> None:
+    """Compile all kernels that steps, or a drafter's levels, of these attention groups may need.
 
     vLLM's own warm-up and captures cover only some of them: their contexts are short, and no batch
     has both trees and prefill.
@@ -166,11 +166,12 @@ def warm_up(layers: Mapping[str, Any], groups: Iterable[Any]) -> None:
     for group in groups:
         builder = group.get_metadata_builder()
         assert isinstance(builder, TreeMetadataBuilder)
-        for name, batch in product(group.layer_names, builder.empty_batches()):
+        batches = builder.empty_batches(branches=branches)
+        for name, batch in product(group.layer_names, batches):
             layer = layers[name]
             impl: TreeAttentionImpl = layer.impl
             rows = torch.zeros(
-                batch.depths.shape[1], impl.num_heads, impl.head_size,
+                min(batch.max_query_len, batch.depths.shape[1]), impl.num_heads, impl.head_size,
                 dtype=builder.vllm_config.model_config.dtype, device=layer.kv_cache.device,
             )  # fmt: skip
             impl.attend(layer, rows, layer.kv_cache, batch, rows)

@@ -89,9 +89,9 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
         assert self._trees is not None
         return self._trees.add_branches(plain, seen)
 
-    def empty_batches(self) -> Iterator[PagedBatch]:
-        """One batch without rows per kernel that steps with trees need."""
-        return iter(()) if self._trees is None else self._trees.empty_batches()
+    def empty_batches(self, *, branches: bool = False) -> Iterator[PagedBatch]:
+        """One batch without rows per kernel that steps with trees, or `build_branches`, need."""
+        return iter(()) if self._trees is None else self._trees.empty_batches(branches)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -230,17 +230,22 @@ class _Trees:
         )
         return min(self.shape.splits(batch, rows, plain.max_seq_len), room)
 
-    def empty_batches(self) -> Iterator[PagedBatch]:
-        """One request without rows for each kernel that steps need.
+    def empty_batches(self, branches: bool) -> Iterator[PagedBatch]:
+        """One request without rows for each kernel that steps, or a drafter's levels, need.
 
-        A layer called with it and with `num_nodes` rows compiles its kernels and computes nothing.
+        A layer called with it compiles its kernels and computes nothing. The number of rows must
+        not exceed ``max_query_len`` and the number of nodes.
         """
+        buffers, sizes = self.buffers, [self.num_nodes, self.bound(self.num_nodes + 1)]
+        if branches:
+            assert self.beam is not None and self.branches is not None
+            buffers, sizes = self.branches, [self.beam.width]
         zeros = torch.zeros(1, 2, dtype=torch.int32, device=self.shape.device)
         parts, heads = {1}, self.shape.num_heads
         if self.workspace is not None:
-            maximum = self.workspace.max_splits(self.num_nodes, heads, self.shape.head_size)
+            maximum = self.workspace.max_splits(min(sizes), heads, self.shape.head_size)
             merges = (FEWEST_SPLITS << i for i in range(3))  # one kernel each, up to 64
             parts |= {min(n, maximum) for n in merges if n == FEWEST_SPLITS or n // 2 < maximum}
-        for rows, splits in product((self.num_nodes, self.bound(self.num_nodes + 1)), parts):
+        for rows, splits in product(sizes, parts):
             where = zeros[0], zeros[0, :1], zeros
-            yield self.buffers.batch(*where, rows, splits, self.workspace)
+            yield buffers.batch(*where, rows, splits, self.workspace)

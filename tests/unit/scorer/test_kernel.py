@@ -13,6 +13,7 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -369,6 +370,21 @@ def test_splits_follow_the_device(monkeypatch):
     assert splits(32, 32, 32, 64) == 1
 
 
+@pytest.mark.parametrize(
+    ("major", "async_mma"), [(8, False), (9, True), (10, True), (11, True), (12, False)]
+)
+def test_limits_of_gpus(monkeypatch, major, async_mma):
+    pytest.importorskip("triton")
+    from vllm_medusa.scorer import launch
+
+    found = SimpleNamespace(
+        major=major, multi_processor_count=7, shared_memory_per_block_optin=99 * 1024
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    limits = launch.device_limits.__wrapped__(torch.device("cuda"))
+    assert limits == (7, 99 * 1024, async_mma)
+
+
 @NOT_INTERPRETING
 def test_a_call_creates_and_reads_no_tensor():
     """Only view operators of torch are called: nothing is allocated, copied or synced."""
@@ -406,6 +422,7 @@ WITH_ALL = {"window": 50, "softcap": 30.0, "sinks": True}
         (90, 227, {"heads": (8, 1), "dim": 128, "dtype": BF16, "kv_dtype": FP8_DTYPES[0]}),
         (90, 227, {"heads": (7, 1), "dim": 256, "dtype": F16, "kv_dtype": FP8_DTYPES[1]}),
         (100, 227, {"heads": (8, 2), "dim": 64, "dtype": BF16, **WITH_ALL}),
+        (120, 99, {"heads": (8, 8), "dim": 128, "dtype": BF16}),
     ],
     ids=str,
 )
@@ -417,7 +434,7 @@ def test_it_compiles_without_a_gpu(monkeypatch, tmp_path, capability, shared, op
     pytest.importorskip("triton")
     from vllm_medusa.scorer import launch
 
-    limits = tiles.DeviceLimits(100, shared * 1024, capability >= 90)
+    limits = tiles.DeviceLimits(100, shared * 1024, 90 <= capability < 120)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
     case = make_case([tree(64, 100), tree(64, 3)], splits=3, **options)
     with compiling(capability) as compiled:

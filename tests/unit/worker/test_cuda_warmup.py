@@ -5,6 +5,7 @@ Triton itself reports what a launch would compile, for a GPU that is not present
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +27,13 @@ from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.sampler import dispatch as sampler
 from vllm_medusa.scorer import dispatch as scorer
 from vllm_medusa.scorer import launch
+from vllm_medusa.scorer.paged import TreeBuffers
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker import cuda_attention, cuda_metadata
+from vllm_medusa.worker.eagle import scratch_of
 from vllm_medusa.worker.trees import Trees
 from vllm_medusa.worker.v2.cuda_warmup import warm_up_rules
 from vllm_medusa.worker.v2.speculator import TreeSpeculator
@@ -90,6 +94,35 @@ def test_attention(make_builder):
     assert 1 in parts and max(parts) > 32
     assert used <= compiled
     assert len(used) >= 3 * 4 + 2  # each layer: two tiles, in parts or not; and merges
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(("num_sms", "expected"), [(132, 64), (4, 1)])
+def test_levels_of_a_drafter(make_builder, monkeypatch, num_sms, expected):
+    """Any number of requests and any length: in parts or, where a batch fills the GPU, whole."""
+    limits = launch.DeviceLimits(num_sms, 227 * 1024, async_mma=True)
+    monkeypatch.setattr(launch, "device_limits", lambda device: limits)
+    builder, buffers = make_builder(length=8 * LENGTH), Buffers()
+    trees, beam = builder._trees, Beam(3, 3, 4)
+    scratch = TreeBuffers.allocate(MAX_SEQS, scratch_of(beam), "cpu", is_tree=True)
+    builder._trees = replace(trees, beam=beam, branches=scratch)
+    layers = {"plain": layer(torch.float32)}
+    group = SimpleNamespace(layer_names=list(layers), get_metadata_builder=lambda: builder)
+    with needed() as compiled:
+        cuda_attention.warm_up(layers, [group], branches=True)
+    splits = set()
+    with needed() as used:
+        for count in range(1, MAX_SEQS + 1):
+            for context in (0, 100, 1000, 4000, LENGTH, 8 * LENGTH - 20):
+                common = buffers.batch([(beam.width, context)] * count)
+                seen = torch.ones(count, beam.width, scratch_of(beam), dtype=torch.bool)
+                metadata = builder.build_branches(common, seen, buffers.seq_lens[:count])
+                splits.add(metadata.paged.num_splits)
+                query = torch.zeros(count * beam.width, HEADS + 2 * KV_HEADS, DIM)[:, :HEADS]
+                made, out = layers["plain"], torch.empty(query.shape)
+                made.impl.forward(made, query, query, query, made.kv_cache, metadata, out)
+    assert expected in splits
+    assert used <= compiled
 
 
 def many(make: Callable[[int, int], None], nodes: int) -> set[tuple[str, str]]:

@@ -7,6 +7,7 @@ trees with prefill, long contexts (split in parts), typical acceptance and trunc
 from __future__ import annotations
 
 import functools
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ def warm_up(runner: Any) -> None:
     attention, speculator = platform_attention(), runner.speculator
     if not hasattr(attention, "warm_up"):
         return
-    groups = (group for groups in runner.attn_groups for group in groups)
-    attention.warm_up(runner.vllm_config.compilation_config.static_forward_context, groups)
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    attention.warm_up(layers, chain.from_iterable(runner.attn_groups))
+    drafter_groups = chain.from_iterable(speculator.attn_groups)  # none without a KV cache
+    attention.warm_up(layers, drafter_groups, branches=True)
     model, device = runner.model_config, runner.device
     two = torch.zeros(2, model.get_hidden_size(), dtype=model.dtype, device=device)
     logits = runner.model.compute_logits(two)

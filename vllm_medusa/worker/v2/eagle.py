@@ -76,19 +76,13 @@ class EagleTreeSpeculator(TreeSpeculator):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile the kernels of tree levels; the number of key parts depends on lengths.
-
-        No request's entries are written, and no context is read.
-        """
+        """Run all levels once; no request's entries are written, and no context is read."""
         nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
         states = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
         table = self.block_tables.input_block_tables[self._group][:1]
-        longest = self.max_model_len
-        while longest:
-            roots = Roots(states, states, nothing, longest, table)
-            for stream in (None, self._idle_stream(nothing)):
-                self.drafter.draft(roots, nothing, self.trees.num_nodes, nothing, stream=stream)
-            longest //= 2
+        roots = Roots(states, states, nothing, self.max_model_len, table)
+        for stream in (None, self._idle_stream(nothing)):
+            self.drafter.draft(roots, nothing, self.trees.num_nodes, nothing, stream=stream)
 
     def draft_states(
         self,
