@@ -60,14 +60,13 @@ def choose_tree(
     observations = Observations.load(options.heads)
     _check(options, observations)
     progress.at("building trees", 0, 1)
-    chosen = best_tree(observations, options.num_draft_tokens, options.max_depth)
+    chosen = best_tree(observations, options.num_draft_tokens)
     progress.at("building trees", 1, 1)
     paths = chosen.paths
     if len(paths) < options.num_draft_tokens:
         progress.warn(
-            f"{options.num_draft_tokens} nodes were requested; there are {len(paths)} within depth "
-            f"{options.max_depth or observations.num_heads} and {observations.num_ranks} choices "
-            "per head."
+            f"{options.num_draft_tokens} nodes were requested; there are {len(paths)} of "
+            f"{observations.num_heads} heads with {observations.num_ranks} choices each."
         )
     if options.draw:
         draw_tree(options.draw, paths, chosen.chances, _title(options.heads, chosen))
@@ -75,7 +74,6 @@ def choose_tree(
     error = chosen.standard_error
     note = {
         "algorithm": "walk",
-        "max_depth": options.max_depth,
         "temperature": observations.temperature(),
         "positions": len(observations.ranks),
         "tokens_per_step": [round(tau, 4) for tau in chosen.walked],
@@ -97,16 +95,16 @@ def choose_tree(
     return chosen
 
 
-def best_tree(observations: Observations, size: int, max_depth: int | None = None) -> Chosen:
+def best_tree(observations: Observations, size: int) -> Chosen:
     """The tree of up to ``size`` nodes, and the tokens per step of its prefixes."""
     texts, width = observations.texts(), observations.num_ranks
-    paths = walked_tree(texts, size, width, max_depth)
+    paths = walked_tree(texts, size, width)
     sizes = range(1, len(paths) + 1)
     heldout = None
     if halves := observations.halves():
         first, second = map(observations.texts, halves)
         there, back = (
-            walk_taus(other, walked_tree(own, size, width, max_depth), sizes)
+            walk_taus(other, walked_tree(own, size, width), sizes)
             for own, other in ((first, second), (second, first))
         )
         heldout = [(a + b) / 2 for a, b in zip(there, back, strict=True)]
@@ -149,11 +147,6 @@ def _standard_error(observations: Observations, paths: Sequence[TreePath]) -> fl
 def _check(options: TreeOptions, observations: Observations) -> None:
     if not options.dry_run:
         check_folder(options.heads)
-    if (options.max_depth or 0) > observations.num_heads:
-        raise CalibrationError(
-            f"--max-depth is {options.max_depth}; there are {observations.num_heads} heads. Pass a "
-            "smaller one."
-        )
     digest = observations.source.get("heads")
     if digest is not None and digest != digest_heads(find_checkpoint(options.heads)):
         raise CalibrationError(

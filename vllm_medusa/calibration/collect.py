@@ -16,9 +16,8 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from vllm_medusa.calibration import CalibrationError
-from vllm_medusa.calibration.confidence import Fit, fit_temperature
 from vllm_medusa.calibration.observations import NO_LABEL, Observations, save_arrays
-from vllm_medusa.calibration.observe import Logits, Seen, observe
+from vllm_medusa.calibration.observe import Logits, Seen, fit_temperature, observe
 from vllm_medusa.files import Run
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import SILENT, Progress
@@ -28,7 +27,6 @@ from vllm_medusa.training.rows import labels_at, pad, split_passes, tokens_after
 
 FOLDER = "calibration.part"  # next to the heads, while calibration runs
 CLOSE_POSITIONS = 4096  # approximate number used to fit temperatures
-_CLOSE = ("own", "best", "partition", "first", "labeled")
 
 HiddenStates = Callable[[Tensor, Tensor], Tensor]  # ids, mask [B, L] -> [B, L, H]
 Span = tuple[int, int, int]  # text, first position, last + 1
@@ -41,12 +39,12 @@ def collect(
     lm_head: Logits | None,  # the target's, if the heads store none
     run: Run,  # folder of batches until all are done
     *,
-    num_ranks: int = 10,  # R, choices per head to record
+    num_ranks: int = 10,  # R, choices per head that a tree may use
     end_tokens: Collection[int] = (),  # end tokens of the target
     batch_tokens: int = 4096,  # per forward pass, padding included (longer texts run alone)
     progress: Progress = SILENT,
-) -> tuple[Observations, list[Fit | None]]:
-    """Observe all texts, and fit each head's temperature.
+) -> tuple[Observations, list[float | None]]:
+    """Observe all texts, and fit each head's temperature; None: no labels.
 
     Raises CalibrationError: no text has a position.
     """
@@ -84,27 +82,22 @@ def collect(
             labels = labels.masked_fill(labels == IGNORED, NO_LABEL).to(device)
             after = torch.cat([tokens_after(texts[text], a, b, count) for text, a, b in where])
             closely = torch.cat([close[n] for n in members]).to(device)
-            seen = observe(heads, rows, labels, num_ranks, lm_head, closely, after.to(device))
-            save_arrays(path, vars(seen))
+            seen = observe(heads, rows, labels, lm_head, closely, after.to(device))
+            save_arrays(path, seen._asdict())
         parts.append(seen)
         done += len(seen.ranks)
         progress.at("positions", done, total)
-    seen = Seen(
-        **{name: np.concatenate([getattr(p, name) for p in parts]) for name in vars(parts[0])}
-    )
-    fits = [
-        fit_temperature(*(getattr(seen, name)[:, head] for name in _CLOSE))
-        for head in range(heads.num_heads)
-    ]
+    seen = Seen(*map(np.concatenate, zip(*parts, strict=True)))
+    fitted = [fit_temperature(seen.own[:, h], seen.partition[:, h]) for h in range(count)]
     temperatures = [texts[text].temperature for text, *_ in spans]
     observations = Observations(
         ranks=seen.ranks,
-        confidences=seen.confidences,
         offsets=np.cumsum([0, *(stop - start for _, start, stop in spans)]).astype(np.int64),
         temperatures=np.array([np.nan if t is None else t for t in temperatures], np.float32),
         prompts=np.array([numbers[texts[text].prompt_key] for text, *_ in spans], np.int64),
+        num_ranks=num_ranks,
     )
-    return observations, fits
+    return observations, fitted
 
 
 def find_spans(

@@ -27,7 +27,7 @@ class CalibrateOptions(Options):
     temperature: AtLeastZero | None = option(
         "use only records sampled at this temperature", default=None
     )
-    top_k: Drafted = option("choices per head to measure", default=10, metavar="R")
+    top_k: Drafted = option("choices per head that trees may use", default=10, metavar="R")
     machine: MachineOptions = group("machine", factory=MachineOptions)
 
 
@@ -36,7 +36,6 @@ class TreeOptions(Options):
 
     heads: Path = option("the heads' folder, calibrated", positional=True)
     num_draft_tokens: Drafted = option("nodes without the root", "-n", default=16, metavar="N")
-    max_depth: Positive | None = option("heads used (default: all)", default=None, metavar="D")
     draw: Path | None = option("picture: .png, .svg or .pdf", default=None, metavar="FILE")
     output: Path | None = option("also write the tree as JSON", "-o", default=None, metavar="FILE")
     dry_run: bool = option("do not modify the heads' config", default=False)

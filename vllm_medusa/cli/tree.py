@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 
 from vllm_medusa.calibration.options import TreeOptions
-from vllm_medusa.cli.console import ConsoleProgress, figures, invocation, stdout_console
+from vllm_medusa.cli.console import (
+    ConsoleProgress,
+    drawn_tree,
+    figures,
+    invocation,
+    stdout_console,
+)
 
-_SKETCHED = 24  # nodes of a tree drawn as text
+_SHOWN_NODES = 24  # of a tree drawn as text
 
 TEXT = """\
 Build the best tree for calibrated heads: of a number of draft nodes, the one with the most tokens
@@ -23,7 +29,6 @@ other. `vllm-medusa compare` measures tau and speed."""
 def run(options: TreeOptions, progress: ConsoleProgress) -> int:
     """Choose a tree and print its estimates."""
     from vllm_medusa.calibration.choose import choose_tree, origin
-    from vllm_medusa.calibration.sketch import sketch_tree
 
     chosen = choose_tree(options, progress, invocation())
     out, size = stdout_console(), len(chosen.paths)
@@ -45,12 +50,11 @@ def run(options: TreeOptions, progress: ConsoleProgress) -> int:
             "error over prompts): expect such a difference on similar prompts.",
             soft_wrap=True,
         )
-    more = "" if size <= _SKETCHED else f" (the best {_SKETCHED} of {size})"
+    more = "" if size <= _SHOWN_NODES else f" (the best {_SHOWN_NODES} of {size})"
     out.print(
         f"\nchoices of the heads, with the share of steps that accept them{more}:", soft_wrap=True
     )
-    sketch = sketch_tree(chosen.paths[:_SKETCHED], chosen.chances)
-    out.print("\n".join(sketch), markup=False)
+    out.print(drawn_tree(chosen.paths[:_SHOWN_NODES], chosen.chances))
     if options.draw:
         out.print(f"picture: {options.draw}", soft_wrap=True)
     if options.output:

@@ -7,7 +7,6 @@ from PIL import Image
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.pictures import _layout, check_picture, draw_tree
-from vllm_medusa.calibration.sketch import sketch_tree
 from vllm_medusa.files import FileRefused
 from vllm_medusa.tree import load_preset
 
@@ -44,16 +43,3 @@ def test_unsupported_picture_formats_are_refused_first(tmp_path):
         check_picture(Path("tree.jpeg2"))
     with pytest.raises(FileRefused, match=r"no folder .*nowhere"):
         check_picture(tmp_path / "nowhere" / "tree.png")
-
-
-def test_a_tree_as_text():
-    chances = {(): 1.0, (0,): 0.612, (1,): 0.1, (0, 1): 0.05, (0, 2): 0.002, (0, 1, 0): 0}
-    assert sketch_tree([(1,), (0,), (0, 2), (0, 1), (0, 1, 0)], chances) == [
-        "root",
-        "|- 0  61.2 %",
-        "|  |- 1  5.0 %",
-        "|  |  `- 0  0.0 %",
-        "|  `- 2  0.2 %",
-        "`- 1  10.0 %",
-    ]
-    assert sketch_tree([(0,)]) == ["root", "`- 0"]

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,18 @@ def test_the_best_tree_is_in_the_config(heads):
 
 
 def test_a_dry_run_changes_nothing(heads, capsys):
+    replace(Observations.load(heads), num_ranks=1).save(heads)
     before = (heads / "config.json").read_bytes()
-    assert run("tree", heads, "--dry-run", "--max-depth", 1) == 0
+    assert run("tree", heads, "--dry-run") == 0
     shown = capsys.readouterr()
     assert "dry run" in shown.out
-    assert "there are 4 within depth 1 and 4 choices" in " ".join(shown.err.split())
+    assert "there are 5 of 5 heads with 1 choices each" in " ".join(shown.err.split())
     assert (heads / "config.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-depth", "6"], "there are 5 heads"),
         (["--draw", "tree.txt"], "not a supported picture format"),
         (["--output", "nowhere/tree.json"], "no folder nowhere"),
     ],
