@@ -49,7 +49,7 @@ def adapt(
 
     Raises:
         ValueError, OSError: an input is invalid; nothing was started.
-        StageFailed: a stage failed.
+        JobFailed: a stage failed.
 
     """
     plan = check(options, progress)

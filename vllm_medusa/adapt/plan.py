@@ -1,4 +1,4 @@
-"""Checks of `adapt` before it starts, and its requirements: tokens, memory, disk and time."""
+"""Checks of `adapt` before it starts, and its requirements: tokens, memory and disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.files import (
@@ -27,10 +27,9 @@ from vllm_medusa.offline.defaults import (
     plan_engine,
     readable,
 )
-from vllm_medusa.offline.engine import start_seconds
 from vllm_medusa.offline.machine import fast_bfloat16
 from vllm_medusa.offline.options import EngineOptions
-from vllm_medusa.offline.prompts import Prompt, load_prompts, partition, settle_bad_lines
+from vllm_medusa.offline.prompts import Prompt, load_prompts
 from vllm_medusa.options import Dtype, values_of
 
 REPORT = "report.json"
@@ -43,25 +42,6 @@ OURS = (
 _NEEDED = ("vllm", "transformers", "matplotlib", "peft", "accelerate")
 _RESERVE = 1 << 30  # bytes to leave free
 _RECORD_BYTES = 16  # per token in a records file: its id and its text
-_SHARE = 0.5  # assumed fraction of the speed of large matrix products
-_JOINT_PASSES = 4  # passes of the target over a text in medusa-2's joint stage
-
-
-class Amounts(NamedTuple):
-    """Tokens of all texts."""
-
-    texts: int
-    prompt_tokens: int
-    written: int  # by the target, at most
-
-    @classmethod
-    def of(cls, lengths: Sequence[Length], samples: int, max_tokens: int, room: int) -> Amounts:
-        """Amounts for prompts continued ``samples`` times; no text exceeds ``room`` positions."""
-        prompts = sum(min(each.whole, room) for each in lengths)
-        written = sum(
-            max(0, min(each.positions(max_tokens), room) - each.whole) for each in lengths
-        )
-        return cls(samples * len(lengths), samples * prompts, samples * written)
 
 
 @dataclass(frozen=True)
@@ -70,7 +50,6 @@ class Plan:
 
     options: AdaptOptions
     target: dict[str, Any]  # its fingerprint
-    different: int  # distinct prompts, names ignored
     prompts_digest: str
     engine: EnginePlan  # for generating the texts
 
@@ -108,32 +87,28 @@ def check(options: AdaptOptions, progress: Progress) -> Plan:
     lengths = _measure(prompts, options, tokenizer, min(limits, default=None), progress)
     positions = [length.positions(options.max_tokens) for length in lengths]
     room = min(limits, default=max(positions))
-    amounts = Amounts.of(lengths, options.samples, options.max_tokens, room)
+    prompt_tokens, written = count_tokens(lengths, options.samples, options.max_tokens, room)
     engine = plan_engine(
         options.target,
         [n for n in positions for _ in range(options.samples)],
         options.batch or EngineOptions.batch,
         given,
         dtype=options.dtype,
-        tokens=amounts.written,
+        tokens=written,
     )
-    files, states = disk_bytes(amounts, options, target, sizes)
+    files, states = disk_bytes(prompt_tokens, written, options, target, sizes.weights)
     _check_disk(options, files, states)
-    times = expected_seconds(amounts, options, target, sizes, engine)
-    about = {name: duration(seconds) for name, seconds in times.items()}
     memory = "" if engine.memory is None else f", {engine.memory / 1e9:.1f} GB of memory"
     progress.note(
         f"dtype {options.dtype}{f' ({why})' * bool(why)}; up to {(files + states) / 1e9:.2g} GB of "
         f"disk in {options.work_folder}\n"
-        f"  distill  {amounts.texts} texts of up to {options.max_tokens} new tokens (prompts: "
-        f"{amounts.prompt_tokens} tokens), {engine.batch} at a time by vLLM "
-        f"({'compiled' if engine.compiled else 'eager'}{memory}): about {about['distill']}\n"
-        f"  train    {options.heads.kind}, {plural(options.training.epochs, 'epoch')}: about "
-        f"{about['train']}\n"
-        f"  compare  vLLM with it against plain vLLM: about {about['compare']}"
+        f"  distill  {options.samples * len(lengths)} texts of up to {options.max_tokens} new "
+        f"tokens (prompts: {prompt_tokens} tokens), {engine.batch} at a time by vLLM "
+        f"({'compiled' if engine.compiled else 'eager'}{memory})\n"
+        f"  train    {options.heads.kind}, {plural(options.training.epochs, 'epoch')}\n"
+        f"  compare  vLLM with it against plain vLLM: about {duration(options.measure_seconds)}"
     )
-    prompts_digest = digest(options.prompts)
-    return Plan(options, target, different, prompts_digest, engine)
+    return Plan(options, target, digest(options.prompts), engine)
 
 
 def written_by_adapt(folder: Path) -> str | None:
@@ -224,14 +199,15 @@ def _measure(
             "template, save it in its folder as chat_template.jinja first."
         )
     room = None if limit is None else limit - options.heads.num_heads - 2
-    good, bad = partition(measure(prompts, tokenizer, room))
-    settle_bad_lines(options.prompts, bad, options.on_bad_line, progress)
-    if len(good) < 2:
+    lengths = measure(
+        options.prompts, prompts, tokenizer, room, options.on_bad_line, progress
+    ).values()
+    if len(lengths) < 2:
         raise ValueError(
-            f"{options.prompts}: {plural(len(good), 'prompt')} left; at least 2 are needed. Use "
+            f"{options.prompts}: {plural(len(lengths), 'prompt')} left; at least 2 are needed. Use "
             "shorter ones."
         )
-    return good
+    return list(lengths)
 
 
 def _check_disk(options: AdaptOptions, files: int, states: int) -> None:
@@ -251,67 +227,30 @@ def _check_disk(options: AdaptOptions, files: int, states: int) -> None:
             )
 
 
+def count_tokens(
+    lengths: Sequence[Length], samples: int, max_tokens: int, room: int
+) -> tuple[int, int]:
+    """Tokens of the prompts, and at most of the answers, of ``samples`` texts for each prompt.
+
+    No text exceeds ``room`` positions.
+    """
+    prompts = sum(min(each.whole, room) for each in lengths)
+    written = sum(max(0, min(each.positions(max_tokens), room) - each.whole) for each in lengths)
+    return samples * prompts, samples * written
+
+
 def disk_bytes(
-    amounts: Amounts, options: AdaptOptions, target: dict[str, Any], sizes: TargetSizes
+    prompt_tokens: int, written: int, options: AdaptOptions, target: dict[str, Any], weights: int
 ) -> tuple[int, int]:
     """Bytes of all files except hidden states, and bytes of hidden states."""
-    hidden = target.get("hidden_size") or 0
-    drafter = options.heads.kind == "eagle3"
-    heads = _head_values(options, target) * 4 * 6  # state, copies, result
-    merged = 2 * sizes.weights * (options.method == "medusa-2")
-    texts = 2 * (amounts.prompt_tokens + amounts.written) * _RECORD_BYTES
-    rows = amounts.written + (amounts.prompt_tokens if drafter else 0)
+    hidden, vocab = target.get("hidden_size") or 0, target.get("vocab_size") or 0
+    heads, drafter = options.heads, options.heads.kind == "eagle3"
+    values = heads.num_heads * (heads.num_layers * hidden + vocab) * hidden
+    if drafter:
+        values = 16 * hidden * hidden + vocab * hidden
+    files = values * 4 * 6  # state, copies, result
+    files += 2 * weights * (options.method == "medusa-2")
+    files += 2 * (prompt_tokens + written) * _RECORD_BYTES
     width = 4 if options.dtype in ("auto", "float32") else 2
-    states = rows * hidden * (4 if drafter else 1) * width
-    return texts + heads + merged, min(states, int(options.cache.cache_gb * 1e9))
-
-
-def expected_seconds(
-    amounts: Amounts,
-    options: AdaptOptions,
-    target: dict[str, Any],
-    sizes: TargetSizes,
-    engine: EnginePlan,
-) -> dict[str, float]:
-    """Estimated times of the longer stages, within a factor of about two."""
-    flops, bandwidth = _speeds()
-    token = 2 * sizes.values / flops  # seconds per token of the target, in large batches
-    step = max(sizes.weights / bandwidth, engine.batch * token)
-    row = 6 * _head_values(options, target, largest=16_384) / flops
-    read = (amounts.prompt_tokens + amounts.written) * token
-    epochs = options.training.epochs
-    if options.method == "medusa-2":  # both targets forwards, one of them backwards
-        read *= 1 + _JOINT_PASSES * options.joint.joint_epochs
-        epochs += options.joint.joint_epochs
-    return {
-        "distill": start_seconds(engine.arguments)
-        + amounts.prompt_tokens * token
-        + amounts.written / engine.batch * step,
-        "train": read + epochs * amounts.written * row,
-        "compare": options.measure_seconds + 4 * start_seconds({"enforce_eager": True}),
-    }
-
-
-def _head_values(options: AdaptOptions, target: dict[str, Any], largest: int = 1 << 31) -> int:
-    """Approximate number of trained weights per position; max vocabulary ``largest``."""
-    hidden, vocab = target.get("hidden_size") or 0, min(target.get("vocab_size") or 0, largest)
-    heads = options.heads
-    if heads.kind == "eagle3":
-        return 16 * hidden * hidden + vocab * hidden
-    return heads.num_heads * (heads.num_layers * hidden + vocab) * hidden
-
-
-def _speeds() -> tuple[float, float]:
-    """Achievable operations and bytes per second of this machine."""
-    import torch
-    from torch.utils.benchmark import Timer
-
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    values = {"a": torch.ones(1024, 1024, device=device), "b": torch.ones(1 << 24, device=device)}
-
-    def seconds(work: str) -> float:
-        timer = Timer(work, globals=values, num_threads=torch.get_num_threads())
-        return float(timer.timeit(3).mean)
-
-    product, read = seconds("a @ a"), seconds("b.sum()")
-    return _SHARE * 2 * 1024**3 / product, _SHARE * values["b"].nbytes / read
+    layers, rows = (4, written + prompt_tokens) if drafter else (1, written)
+    return files, min(rows * hidden * layers * width, int(options.cache.cache_gb * 1e9))

@@ -30,10 +30,6 @@ PLACES = {
 MACHINE = {"batch"}  # depends on the available memory, as the engine's `MEMORY_OPTIONS` do
 
 
-class StageFailed(JobFailed):
-    """A stage failed; ``status`` is 2 if it refused its input."""
-
-
 @dataclass(frozen=True)
 class Finished:
     """A finished stage."""
@@ -65,7 +61,8 @@ class WorkFolder(Run):
     ) -> Path:
         """Run a stage unless it is finished; returns its folder.
 
-        Raises StageFailed: the job failed; its files are kept for the next attempt.
+        Raises JobFailed: the job failed, or refused its input (status 2); its files are kept for
+        the next attempt.
         """
         here = self.folder / f"{name}-{_key(options(Path()), self.before)}"
         arguments, words = options(here), list[str]()
@@ -85,7 +82,7 @@ class WorkFolder(Run):
                 if missing := [each for each in outputs if not (here / each).is_file()]:
                     raise JobFailed(f"it did not write {missing[0]}")
             except (ValueError, OSError, JobFailed) as error:
-                failure = StageFailed(
+                failure = JobFailed(
                     f"{name}: {error}\nSee its log, {here / LOG}. Once the cause is fixed, the "
                     "same command resumes from this stage."
                 )

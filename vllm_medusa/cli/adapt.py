@@ -28,10 +28,10 @@ def run(options: AdaptOptions, progress: ConsoleProgress) -> int:
         return 0
     from vllm_medusa.adapt.report import conclusion
     from vllm_medusa.cli.compare import table
-    from vllm_medusa.offline.comparison import Comparison
+    from vllm_medusa.offline.comparison import passed
 
     measured = done.document["measured"]
     progress.console.print(table(measured))
     progress.note(conclusion(done.document))
     progress.note(f"heads and report in {done.output}; {options.work_folder} is no longer needed")
-    return 0 if Comparison(measured).passed else 1
+    return 0 if passed(measured) else 1

@@ -54,11 +54,6 @@ def without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in ignored}
 
 
-def start_seconds(arguments: Mapping[str, Any]) -> int:
-    """Approximate start-up time of an engine, compiled or not."""
-    return 20 if arguments.get("enforce_eager") else 75
-
-
 class EngineRefused(ValueError):
     """vLLM or the plugin refuses the engine settings."""
 

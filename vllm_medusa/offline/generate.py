@@ -13,19 +13,11 @@ from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Conversation, Result, Session
 from vllm_medusa.offline.defaults import CHANGE_MODEL, measure, read_limits
-from vllm_medusa.offline.engine import Sampling, start_seconds, without_memory
+from vllm_medusa.offline.engine import Sampling, without_memory
 from vllm_medusa.offline.options import GenerateOptions, PromptJob
 from vllm_medusa.offline.process import EngineProcess
-from vllm_medusa.offline.prompts import (
-    Prompt,
-    PromptError,
-    load_prompts,
-    partition,
-    settle_bad_lines,
-)
+from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
 from vllm_medusa.offline.results import ResultLog, fingerprint
-
-# LLM arguments with which a prompt's length and limit are known to vLLM only
 
 
 @dataclass(frozen=True)
@@ -143,7 +135,8 @@ def run_prompts(
     acceptance, tokens, prompts = Acceptance(), 0, list(prompts)
     if options.prompts is not None and options.on_bad_line == "refuse":
         refuse_unanswerable(options, prompts)
-    progress.note(f"starting vLLM (about {start_seconds(options.engine_args)} s)")
+    seconds = 20 if options.engine_args.get("enforce_eager") else 75
+    progress.note(f"starting vLLM (about {seconds} s)")
     with EngineProcess(options.llm_arguments(), sampling, seeded=seed is not None) as engine:
         engine.session = session
         start = time.perf_counter()
@@ -158,8 +151,7 @@ def run_prompts(
             tau = f", tau {acceptance.tau:.2f}" if acceptance.tau else ""
             rate = tokens / (time.perf_counter() - start)
             progress.at("generating", done, total, f"{rate:.0f} tok/s{tau}")
-        seconds = time.perf_counter() - start
-    return Speed(tokens, seconds, acceptance.tau)
+        return Speed(tokens, time.perf_counter() - start, acceptance.tau)
 
 
 def refuse_unanswerable(options: PromptJob, prompts: Sequence[Prompt]) -> None:
@@ -175,8 +167,7 @@ def refuse_unanswerable(options: PromptJob, prompts: Sequence[Prompt]) -> None:
     except ValueError:  # vLLM can read more models
         return
     each = {prompt.line: prompt for prompt in prompts}  # without further samples
-    _, bad = partition(measure(each.values(), *limits))
-    settle_bad_lines(options.prompts, bad, options.on_bad_line, SILENT)
+    measure(options.prompts, each.values(), *limits, options.on_bad_line)
 
 
 def _report_refusal(result: Result, options: PromptJob, progress: Progress) -> None:

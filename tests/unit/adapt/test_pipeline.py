@@ -13,7 +13,7 @@ from vllm_medusa.adapt import pipeline, plan, report, stages
 from vllm_medusa.adapt.options import AdaptOptions, DrafterOptions
 from vllm_medusa.adapt.pipeline import count_stages, run_stages, split_texts
 from vllm_medusa.adapt.plan import Plan, written_by_adapt
-from vllm_medusa.adapt.stages import StageFailed, WorkFolder
+from vllm_medusa.adapt.stages import WorkFolder
 from vllm_medusa.files import digest, read_json, write_json
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
 from vllm_medusa.job import JobFailed
@@ -53,7 +53,7 @@ class Run:
         files = {"prompts": self.folder / "prompts.jsonl", "output": self.folder / "heads"}
         options = AdaptOptions(target="target", **files, **more)
         engine = EnginePlan({"kv_cache_memory_bytes": self.cache}, self.batch)
-        return Plan(options, {"sha256": "f" * 64}, 9, "a" * 64, engine)
+        return Plan(options, {"sha256": "f" * 64}, "a" * 64, engine)
 
     def run(self, *, publish: bool = False, **more: Any) -> dict[str, Path]:
         """Run all stages; returns the folder of each."""
@@ -133,7 +133,7 @@ ALL = ["check", "distill", "split", "train", "calibrate", "tree", "compare"]
 def test_only_an_interrupted_stage_runs_again(adapt, name):
     adapt.failing = [name] * 2
     for begun in (ALL[: ALL.index(name) + 1], [name]):
-        with pytest.raises(StageFailed, match=f"^{name}: killed"):
+        with pytest.raises(JobFailed, match=f"^{name}: killed"):
             adapt.run()
         assert adapt.called == begun
     folders = adapt.run()
