@@ -87,7 +87,7 @@ def test_from_prompts_to_measured_heads(tmp_path: Path) -> None:
     medusa = info.config["medusa"]
     assert len(medusa["tree"]) == NODES
     assert [entry["command"][1] for entry in medusa["provenance"]] == [
-        *("train", "calibrate", "adapt")
+        *("train", "calibrate", "tree", "adapt")
     ]
     report = read(heads / "report.json")
     (row,) = report["measured"]["rows"]

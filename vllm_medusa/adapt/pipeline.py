@@ -26,7 +26,7 @@ from vllm_medusa.training.heldout import FILES, split_records
 from vllm_medusa.training.options import MachineOptions, TrainOptions
 
 RECORDS, COUNTS, FIGURES = "records.jsonl", "counts.json", "compare.json"
-TREE, PICTURE = "tree.json", "tree.png"
+PICTURE = "tree.png"
 HEADS = ("heads/config.json", "heads/model.safetensors")
 CALIBRATED = (*HEADS, "heads/calibration.safetensors")
 _CALIBRATED_TOKENS = 16_384  # approximate number of generated tokens to calibrate on
@@ -136,16 +136,9 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
         [*HEADS, *(["heads/target/config.json"] if joint else [])],
     )
     target = str(trained / "heads" / "target") if joint else options.target
-    heads, config = trained, dict[str, Any]()
+    heads = trained
     if options.heads.kind != "eagle3":
-
-        def copy(here: Path) -> None:
-            """`calibrate` changes heads in place: every attempt starts from the trained ones."""
-            (here / "heads").mkdir(exist_ok=True)
-            for name in HEADS:
-                shutil.copyfile(trained / name, here / name)
-
-        heads = work.run(
+        calibrated = work.run(
             "calibrate",
             calibrate,
             lambda here: CalibrateOptions(
@@ -156,21 +149,17 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
                 machine=MachineOptions(dtype=options.dtype),
             ),
             CALIBRATED,
-            prepare=copy,
+            prepare=lambda here: copy_files(trained, here, HEADS),
         )
-        tree = work.run(
+        heads = work.run(
             "tree",
             choose_tree,
             lambda here: TreeOptions(
-                heads=heads / "heads",
-                num_draft_tokens=max(budgets),
-                output=here / TREE,
-                draw=here / PICTURE,
-                dry_run=True,
+                heads=here / "heads", num_draft_tokens=max(budgets), draw=here / PICTURE
             ),
-            [TREE, PICTURE],
+            [*CALIBRATED, PICTURE],
+            prepare=lambda here: copy_files(calibrated, here, CALIBRATED),
         )
-        config["tree"] = str(tree / TREE)
     work.run(
         "compare",
         compare,
@@ -179,7 +168,6 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
             options,
             target=target,
             heads=str(heads / "heads"),
-            speculative_config=config,
             prompts=to_measure,
             budgets=budgets,
             batch=1,
@@ -190,6 +178,13 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
         ),
         [FIGURES],
     )
+
+
+def copy_files(source: Path, here: Path, names: Sequence[str]) -> None:
+    """Copy heads that a stage changes in place: every attempt starts from the same ones."""
+    (here / "heads").mkdir(exist_ok=True)
+    for name in names:
+        shutil.copyfile(source / name, here / name)
 
 
 def check_served(

@@ -153,20 +153,16 @@ def _check_output(options: AdaptOptions) -> None:
 
 def _read_target(target: str) -> tuple[dict[str, Any], Any, Any]:
     """Return the target's fingerprint, its config and its tokenizer."""
-    from huggingface_hub import snapshot_download
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    from vllm_medusa.heads.fingerprint import target_fingerprint
+    from vllm_medusa.training.inputs import identify
 
+    config, fingerprint, _ = identify(target)
     with readable(target):
-        if not Path(target).expanduser().exists():
-            kinds = ["*.safetensors", "*.json", "*.model", "*.jinja"]
-            snapshot_download(target, allow_patterns=kinds)
-        config = AutoConfig.from_pretrained(target)
         tokenizer = AutoTokenizer.from_pretrained(target)
     if config.is_encoder_decoder:
         raise ValueError(f"{target} is an encoder-decoder model; heads need a decoder-only model.")
-    return target_fingerprint(target), config.get_text_config(), tokenizer
+    return fingerprint, config, tokenizer
 
 
 def _with_dtype(options: AdaptOptions, config: Any) -> tuple[AdaptOptions, str]:

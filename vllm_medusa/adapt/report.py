@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
-from vllm_medusa.adapt.pipeline import CALIBRATED, COUNTS, FIGURES, HEADS, PICTURE, TREE
+from vllm_medusa.adapt.pipeline import CALIBRATED, COUNTS, FIGURES, HEADS, PICTURE
 from vllm_medusa.adapt.plan import REPORT, Plan
 from vllm_medusa.adapt.stages import Finished
 from vllm_medusa.files import new_folder, read_json, write_json
@@ -25,12 +25,12 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
     from vllm_medusa.heads.provenance import provenance
 
     options = plan.options
-    medusa = read_json(stages["train"].folder / HEADS[0])["medusa"]
+    heads = (stages.get("tree") or stages["train"]).folder  # EAGLE-3 drafters have no tree
+    medusa = read_json(heads / HEADS[0])["medusa"]
     measured = read_json(stages["compare"].folder / FIGURES)
     counts = read_json(stages["split"].folder / COUNTS)
     parts = dict(zip(("trained", "calibrated", "measured"), counts["prompts"], strict=True))
-    chosen = read_json(stages["tree"].folder / TREE) if "tree" in stages else {}
-    tree = chosen.get("tree")  # best node first, so a prefix is the tree of its size
+    tree = medusa["tree"] if "tree" in stages else None
     return {
         "key": plan.key,
         "target": {"name": options.target, **plan.target},
@@ -46,8 +46,8 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
         },
         "seed": options.training.seed,
         "training": medusa.get("training"),
-        "tree": tree and tree[: measured["fastest"]],
-        "tree_source": chosen.get("source"),
+        "tree": tree and tree[: measured["fastest"]],  # best node first
+        "tree_source": medusa.get("tree_source"),
         "measured": measured,
         "stages": [
             {"stage": name, "command": stage.command, "seconds": round(stage.seconds, 1)}
@@ -65,13 +65,11 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
     names = ("dtype", "temperature", "batch", "machine", "fastest", "rows", "automatic")
     news: dict[str, Any] = {"measured": {name: figures.get(name) for name in names}}
     copied = [trained / name for name in HEADS]
-    copied.append(trained / "heads" / "training" / "curves.png")
     if tree is not None:
-        copied = [*(stages["calibrate"].folder / name for name in CALIBRATED), copied[-1]]
-        copied.append(stages["tree"].folder / PICTURE)
-        source = document["tree_source"]
-        taus = source["tokens_per_step"][: len(tree)]
-        news |= {"tree": tree, "tree_tokens_per_step": taus, "tree_source": source}
+        copied = [stages["tree"].folder / name for name in (*CALIBRATED, PICTURE)]
+        taus = document["tree_source"]["tokens_per_step"][: len(tree)]
+        news |= {"tree": tree, "tree_tokens_per_step": taus}
+    copied.append(trained / "heads" / "training" / "curves.png")
     with new_folder(plan.options.output, overwrite=True) as part:
         for file in copied:
             shutil.copyfile(file, part / file.name)

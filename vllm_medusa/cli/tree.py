@@ -57,11 +57,6 @@ def run(options: TreeOptions, progress: ConsoleProgress) -> int:
     out.print(drawn_tree(chosen.paths[:_SHOWN_NODES], chosen.chances))
     if options.draw:
         out.print(f"picture: {options.draw}", soft_wrap=True)
-    if options.output:
-        out.print(f"tree: {options.output}", soft_wrap=True)
-    if options.dry_run:
-        out.print("dry run: the heads' config is unchanged")
-    else:
-        config = options.heads / "config.json"
-        out.print(f'{config} has the tree; "tree": "heads" serves it', soft_wrap=True)
+    config = options.heads / "config.json"
+    out.print(f'{config} has the tree; "tree": "heads" serves it', soft_wrap=True)
     return 0

@@ -105,7 +105,8 @@ class Run:
 
     def _tree(self, here: Path) -> None:
         source = {"tokens_per_step": [1.3, 1.5, 1.6, 1.7], "tokens_per_step_heldout": None}
-        write_json(here / "tree.json", {"tree": TREE, "source": source})
+        made = {"tree": TREE, "tree_source": source, "provenance": {"by": "tree"}}
+        update_config(here / "heads", **made)
         (here / "tree.png").write_bytes(b"picture")
 
     def _compare(self, here: Path) -> None:
@@ -144,10 +145,11 @@ def test_only_an_interrupted_stage_runs_again(adapt, name):
     assert adapt.called == []
     noted = read_json(folders["train"] / "done.json")["outputs"]
     assert {file: digest(folders["train"] / file) for file in noted} == noted
-    calibrated = folders["calibrate"] / "heads"
-    by = [entry["by"] for entry in peek_heads(calibrated).config["medusa"]["provenance"]]
-    assert by == ["calibrate"], "once, and in a separate copy"
-    assert len(os.listdir(calibrated)) == 3
+    for stage, expected in (("calibrate", ["calibrate"]), ("tree", ["calibrate", "tree"])):
+        heads = folders[stage] / "heads"
+        by = [entry["by"] for entry in peek_heads(heads).config["medusa"]["provenance"]]
+        assert by == expected, "once, and in a separate copy"
+        assert len(os.listdir(heads)) == 3
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,7 @@ def test_later_stages_use_earlier_results(adapt):
     assert received["train"].files.heldout == folders["split"] / "calibration.jsonl"
     assert received["calibrate"].data == folders["split"] / "calibration.jsonl"
     assert received["compare"].prompts == folders["split"] / "measurement.jsonl"
-    assert received["compare"].heads == str(folders["calibrate"] / "heads")
-    assert received["compare"].speculative_config == {"tree": str(folders["tree"] / "tree.json")}
+    assert received["compare"].heads == str(folders["tree"] / "heads")
     assert received["tree"].num_draft_tokens == max(received["compare"].budgets) == 16
     assert received["distill"].engine_args == {"kv_cache_memory_bytes": 1 << 30}
     assert received["distill"].batch == 64
@@ -194,7 +195,6 @@ def test_a_drafter_of_another_kind(adapt, drafter, stages):
     assert ("builds its trees itself" in page) == (drafter == "eagle3")
     if drafter == "eagle3":
         assert adapt.received["compare"].heads == str(folders["train"] / "heads")
-        assert adapt.received["compare"].speculative_config == {}
 
 
 def test_a_degraded_target_fails_the_stage_with_its_figures(tmp_path, monkeypatch):
@@ -224,7 +224,7 @@ def test_the_output_contains_heads_and_their_figures(adapt):
     assert info.tree == TREE[:3] and len(info.taus) == 3
     medusa = info.config["medusa"]
     assert medusa["measured"]["fastest"] == 3
-    assert [entry.get("by") for entry in medusa["provenance"]] == ["calibrate", None]
+    assert [entry.get("by") for entry in medusa["provenance"]] == ["calibrate", "tree", None]
     assert (output / "calibration.safetensors").read_bytes() == b"observations"
     assert written_by_adapt(output) == adapt.plan(training=StepOptions(seed=3), budgets=(1, 3)).key
     page = (output / "report.md").read_text()
