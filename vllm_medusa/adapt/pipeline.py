@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
-from vllm_medusa.adapt.plan import REPORT, Plan, check, written_by_adapt
+from vllm_medusa.adapt.plan import Plan, check, written_by_adapt
 from vllm_medusa.adapt.stages import WorkFolder
 from vllm_medusa.calibration.options import CalibrateOptions, TreeOptions
-from vllm_medusa.files import FileRefused, read_json, write_json
+from vllm_medusa.files import FileRefused, write_json
 from vllm_medusa.job import SILENT, JobFailed, Progress
 from vllm_medusa.offline.engine import refuse_unserved
 from vllm_medusa.offline.options import CompareOptions, DistillOptions
@@ -33,30 +33,18 @@ _CALIBRATED_TOKENS = 16_384  # approximate number of generated tokens to calibra
 _ROUNDS = 3  # max rounds of the final measurement
 
 
-@dataclass(frozen=True)
-class Adapted:
-    """Heads for a target."""
-
-    output: Path
-    document: dict[str, Any]  # of report.json
-    made: bool  # False if the output already existed
-
-
 def adapt(
     options: AdaptOptions, progress: Progress = SILENT, command: Sequence[str] = ()
-) -> Adapted:
+) -> dict[str, Any] | None:
     """Train heads for a target; if killed, the same call resumes.
 
-    Raises:
-        ValueError, OSError: an input is invalid; nothing was started.
-        JobFailed: a stage failed.
-
+    Returns the contents of report.json; None: the output already has these heads.
     """
     plan = check(options, progress)
     output = options.output
     existing = written_by_adapt(output)
     if existing == plan.key and not options.overwrite:
-        return Adapted(output, read_json(output / REPORT), made=False)
+        return None
     if existing is not None and not options.overwrite:
         raise FileRefused(
             f"{output} holds heads of another adapt run: other options, prompts or weights. Pass "
@@ -69,7 +57,7 @@ def adapt(
         run_stages(plan, work)
         document = collect(plan, work.finished, command)
         publish(plan, document, work.finished)
-    return Adapted(output, document, made=True)
+    return document
 
 
 def count_stages(options: AdaptOptions) -> int:

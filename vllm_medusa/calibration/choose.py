@@ -6,12 +6,9 @@ one is built from each half of the prompts and walked on the other half.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.calibrate import check_folder
@@ -38,7 +35,6 @@ class Chosen:
     paths: list[TreePath]  # best first
     walked: list[float]
     heldout: list[float] | None  # None: all texts have one prompt
-    standard_error: float  # of ``walked[-1]``, over prompts; NaN for one prompt
     chances: dict[TreePath, float]  # fraction of steps that accept each node, the root () included
 
 
@@ -60,7 +56,7 @@ def choose_tree(
     progress.at("building trees", 0, 1)
     chosen = best_tree(observations, options.num_draft_tokens)
     progress.at("building trees", 1, 1)
-    paths, heldout, error = chosen.paths, chosen.heldout, chosen.standard_error
+    paths, heldout = chosen.paths, chosen.heldout
     if len(paths) < options.num_draft_tokens:
         progress.warn(
             f"{options.num_draft_tokens} nodes were requested; there are {len(paths)} of "
@@ -74,7 +70,6 @@ def choose_tree(
         "temperature": observations.temperature(),
         "positions": len(observations.ranks),
         "tokens_per_step": taus,
-        "standard_error": None if math.isnan(error) else round(error, 4),
         "tokens_per_step_heldout": heldout and [round(tau, 4) for tau in heldout],
     }
     update_config(
@@ -103,14 +98,7 @@ def best_tree(observations: Observations, size: int) -> Chosen:
     walks = Walks(texts, paths)
     visits = walks.visits()
     chances = {path: float(n / visits[0]) for path, n in zip(walks.paths, visits, strict=True)}
-    return Chosen(
-        observations,
-        paths,
-        walk_taus(texts, paths, sizes),
-        heldout,
-        _standard_error(observations, paths),
-        chances,
-    )
+    return Chosen(observations, paths, walk_taus(texts, paths, sizes), heldout, chances)
 
 
 def origin(observations: Observations) -> str:
@@ -118,22 +106,6 @@ def origin(observations: Observations) -> str:
     temperature = observations.temperature()
     wrote = "text of other origin" if temperature is None else f"T = {temperature:g}"
     return f"{len(observations.ranks)} positions, {wrote}"
-
-
-def _standard_error(observations: Observations, paths: Sequence[TreePath]) -> float:
-    """Standard error of tau over prompts (a ratio of sums); samples of a prompt are pooled."""
-    accepted, steps = [], []
-    for prompt in np.unique(observations.prompts):
-        own = np.flatnonzero(observations.prompts == prompt).tolist()
-        visits = Walks(observations.texts(own), paths).visits()
-        accepted.append(int(visits[1:].sum()))
-        steps.append(int(visits[0]))
-    count, total = len(steps), sum(steps)
-    if count < 2:
-        return math.nan
-    extra = sum(accepted) / total
-    spread = sum((a - extra * n) ** 2 for a, n in zip(accepted, steps, strict=True))
-    return math.sqrt(count / (count - 1) * spread) / total
 
 
 def _title(heads: Path, chosen: Chosen) -> str:

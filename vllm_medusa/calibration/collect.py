@@ -57,31 +57,27 @@ def collect(
             f"none of the {len(texts)} records has a generated span of more than "
             f"{heads.num_heads} tokens, the minimum for these heads; generate longer texts."
         )
-    close = [  # bool [positions] of each span: every n-th, with another offset in each
-        (torch.arange(stop - start) + number) % max(1, total // CLOSE_POSITIONS) == 0
-        for number, (_, start, stop) in enumerate(spans)
-    ]
-    by_text: dict[int, list[int]] = {}
-    for number, (text, *_) in enumerate(spans):
-        by_text.setdefault(text, []).append(number)
+    stride = max(1, total // CLOSE_POSITIONS)
+    by_text: dict[int, list[Span]] = {}
+    for span in spans:
+        by_text.setdefault(span[0], []).append(span)
     parts: list[Seen] = []
     done = 0
     lengths = [len(text.token_ids) for text in texts]
     device, count = next(heads.parameters()).device, heads.num_heads
     for number, batch in enumerate(split_passes(list(by_text), lengths, batch_tokens)):
-        members = [span for text in batch for span in by_text[text]]
         path = run.folder / f"batch-{number:06}.safetensors"
         seen = _load(path)
         if seen is None:
             ids, mask = pad([texts[text].token_ids for text in batch])
             with torch.inference_mode():
                 states = hidden_states(ids.to(device), mask.to(device))  # [B, L, H]
-            where = [spans[n] for n in members]
+            where = [span for text in batch for span in by_text[text]]
             rows = torch.cat([states[batch.index(text), a:b] for text, a, b in where])
             labels = torch.cat([labels_at(texts[text], a, b, count) for text, a, b in where])
             labels = labels.masked_fill(labels == IGNORED, NO_LABEL).to(device)
             after = torch.cat([tokens_after(texts[text], a, b, count) for text, a, b in where])
-            closely = torch.cat([close[n] for n in members]).to(device)
+            closely = torch.arange(done, done + len(rows), device=device) % stride == 0
             seen = observe(heads, rows, labels, lm_head, closely, after.to(device))
             save_arrays(path, seen._asdict())
         parts.append(seen)

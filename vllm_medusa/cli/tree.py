@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from vllm_medusa.calibration.options import TreeOptions
 from vllm_medusa.cli.console import (
     ConsoleProgress,
@@ -44,12 +42,6 @@ def run(options: TreeOptions, progress: ConsoleProgress) -> int:
     out.print(table)
     if chosen.heldout is None:
         out.print("All texts have the same prompt: nothing could be held out.", style="yellow")
-    if not math.isnan(chosen.standard_error):
-        out.print(
-            f"{size} nodes: tau {chosen.walked[-1]:.3f} +- {chosen.standard_error:.3f} (standard "
-            "error over prompts): expect such a difference on similar prompts.",
-            soft_wrap=True,
-        )
     more = "" if size <= _SHOWN_NODES else f" (the best {_SHOWN_NODES} of {size})"
     out.print(
         f"\nchoices of the heads, with the share of steps that accept them{more}:", soft_wrap=True

@@ -34,15 +34,6 @@ def compare(
 
     All are compared with the same plain engine. Returns the figures, plain JSON, which are also
     written to ``options.output``.
-
-    Raises:
-        PromptError: no usable prompts, or bad lines without ``skip``.
-        HeadsError: the heads can't be read.
-        MedusaConfigError: the tree does not fit the heads.
-        FileRefused: the output has other contents than figures.
-        EngineRefused: vLLM or the plugin refuses to start.
-        JobFailed: an engine died.
-
     """
     output = options.output
     if output is not None:

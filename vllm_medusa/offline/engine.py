@@ -166,14 +166,9 @@ class VllmEngine:
     def render(self, messages: list[Message]) -> list[int]:
         """See `vllm_medusa.offline.batch.Engine`."""
         try:
-            return prompt_ids(messages, self.tokenizer)
+            return prompt_ids(messages, self.llm.get_tokenizer())
         except PromptError as error:
             raise RequestRefused(str(error)) from None
-
-    @property
-    def tokenizer(self) -> Any:
-        """The target's tokenizer."""
-        return self.llm.get_tokenizer()
 
     def close(self) -> None:
         """Stop the engine and its processes."""

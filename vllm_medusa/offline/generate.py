@@ -44,12 +44,7 @@ class Generated:
 
 
 def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated:
-    """Generate for every prompt that has no result yet.
-
-    Raises PromptError: unusable prompts; finished results are kept; FileRefused:
-    the output has other contents, or results of other settings; EngineRefused: vLLM or the plugin
-    refuses the settings.
-    """
+    """Generate for every prompt that has no result yet."""
     prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
     sampling = options.sampling()
     if options.speculation() is None:
@@ -143,7 +138,12 @@ def run_prompts(
         for result in engine.stream(prompts, options.batch, seed):
             written = lines(result)
             if result.error is not None and any("error" in line for line in written):
-                _report_refusal(result, options, progress)
+                source = options.prompts or "conversation"
+                message = f"{source}, line {result.prompt.line}: {result.error}"
+                if options.on_bad_line == "refuse":
+                    kept = "Finished prompts are kept. Pass --on-bad-line skip."
+                    raise PromptError(f"{message}\n{kept}")
+                progress.warn(f"skipped {message}")
             for line in written:
                 log.append(line)
             acceptance.update(result.acceptance)
@@ -168,11 +168,3 @@ def refuse_unanswerable(options: PromptJob, prompts: Sequence[Prompt]) -> None:
         return
     each = {prompt.line: prompt for prompt in prompts}  # without further samples
     measure(options.prompts, each.values(), *limits, options.on_bad_line)
-
-
-def _report_refusal(result: Result, options: PromptJob, progress: Progress) -> None:
-    source = options.prompts or "conversation"
-    message = f"{source}, line {result.prompt.line}: {result.error}"
-    if options.on_bad_line == "refuse":
-        raise PromptError(f"{message}\nFinished prompts are kept. Pass --on-bad-line skip.")
-    progress.warn(f"skipped {message}")
