@@ -53,7 +53,7 @@ class WorkFolder(Run):
     def run(
         self,
         name: str,
-        job: Callable[..., Any],  # a function of a module; it runs in a subprocess
+        job: Callable[..., Any],  # see `run_in_process`
         options: Callable[[Path], Options | dict[str, Any]],  # of the job, given the stage's folder
         outputs: Sequence[str] = (),  # files that later stages need from its folder
         command: str = "",  # a description, if not a `vllm-medusa` command
@@ -78,7 +78,7 @@ class WorkFolder(Run):
             try:
                 here.mkdir(exist_ok=True)
                 prepare(here)
-                run_in_process(_run, (job, arguments, words), self.progress, log=here / LOG)
+                run_in_process(job, arguments, self.progress, log=here / LOG, command=words)
                 if missing := [each for each in outputs if not (here / each).is_file()]:
                     raise JobFailed(f"it did not write {missing[0]}")
             except (ValueError, OSError, JobFailed) as error:
@@ -114,9 +114,3 @@ def _done(here: Path, outputs: Sequence[str]) -> float | None:
         return float(done["seconds"]) if same else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _run(arguments: tuple[Callable[..., Any], Any, Sequence[str]], progress: Progress) -> None:
-    """Run a job in the subprocess; its result is in the folder, not returned."""
-    job, options, command = arguments
-    job(options, progress, command)

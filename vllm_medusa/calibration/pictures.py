@@ -36,7 +36,7 @@ def draw_tree(
 ) -> None:
     """A tree from the root down; size and color of a node show the probability of reaching it.
 
-    Edges show the rank of the choice. ``chances`` has every node; the root's is 1.
+    ``chances`` has every node; the root's is 1.
     """
     places = _layout(paths)
     depth = max(len(node) for node in places)
@@ -47,23 +47,16 @@ def draw_tree(
     size = max(7.0, 0.34 * across + 2.5), 1.55 * depth + 1.9
     figure = Figure(figsize=size, layout="constrained")
     axis = figure.subplots()
-
-    nodes = sorted(places, key=lambda node: chances[node])  # likely nodes on top
-    values = [max(_FAINTEST, chances[node]) for node in nodes]
+    behind = {"boxstyle": "round,pad=0.05", "fc": "white", "ec": "none", "alpha": 0.85}
     for node, (x, y) in places.items():
+        share = 100 * chances[node]
+        text = f"{node[-1]}\n{share:.{0 if share > 10 else 1}f}" if node else "root"
+        axis.annotate(text, (x, y - 0.17), ha="center", va="top", fontsize=7.5, bbox=behind)
         if node:
             above = places[node[:-1]]
             axis.plot([above[0], x], [above[1], y], color="0.7", lw=1, zorder=1)
-            axis.annotate(
-                str(node[-1]),
-                (0.3 * above[0] + 0.7 * x, 0.3 * above[1] + 0.7 * y),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="0.3",
-                bbox={"boxstyle": "circle,pad=0.1", "fc": "white", "ec": "none"},
-                zorder=2,
-            )
+    nodes = sorted(places, key=lambda node: chances[node])  # likely nodes on top
+    values = [max(_FAINTEST, chances[node]) for node in nodes]
     drawn = axis.scatter(
         [places[node][0] for node in nodes],
         [places[node][1] for node in nodes],
@@ -75,24 +68,18 @@ def draw_tree(
         linewidths=0.6,
         zorder=3,
     )
-    for node, (x, y) in places.items():
-        text = "root" if not node else f"{100 * chances[node]:.{0 if chances[node] > 0.1 else 1}f}"
-        behind = {"boxstyle": "round,pad=0.05", "fc": "white", "ec": "none", "alpha": 0.85}
-        axis.annotate(
-            text, (x, y - 0.17), ha="center", va="top", fontsize=7.5, zorder=4, bbox=behind
-        )
     axis.set_title(title, fontsize=11)
     axis.set_yticks(range(-depth, 1))
     axis.set_yticklabels([*(f"head {level}" for level in range(depth - 1, -1, -1)), ""])
     axis.set_xticks([])
     axis.set_xlim(-1, across + 1)
-    axis.set_ylim(-depth - 0.55, 0.45)
+    axis.set_ylim(-depth - 0.65, 0.45)
     axis.spines[:].set_visible(False)
     axis.tick_params(length=0)
     bar = figure.colorbar(drawn, ax=axis, pad=0.01, fraction=0.03)
     bar.set_ticks([0.001, 0.01, 0.1, 1], labels=["0.1 %", "1 %", "10 %", "100 %"])
     axis.set_xlabel(
-        "edges: choice of the head, 0 = best; color and number: % of steps that accept the node",
+        "below a node: choice of the head, 0 = best; % of steps that accept the node (color)",
         fontsize=9,
     )
     with new_path(path) as part:

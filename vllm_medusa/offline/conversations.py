@@ -20,14 +20,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from vllm_medusa.offline.prompts import MESSAGES, TEXT, Message, PromptError, Text, validated
 
 CONVERSATION_KEYS = ("messages", "conversations")
-_SPEAKERS = {  # in ShareGPT, with their roles
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-}
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # of ShareGPT's speakers
 
 
 class _ShareGpt(BaseModel):
@@ -100,7 +93,7 @@ def _messages(value: Any, key: str) -> list[Message]:
         messages = [message.model_dump() for message in validated(MESSAGES, value, key)]
     else:
         found = validated(_SHARE_GPT, value, key)
-        messages = [{"role": _SPEAKERS[m.speaker], "content": m.value} for m in found]
+        messages = [{"role": _ROLES.get(m.speaker, m.speaker), "content": m.value} for m in found]
     for number, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and not message["content"].strip():
             raise PromptError(f"message {number} of {key!r} is an empty assistant turn")

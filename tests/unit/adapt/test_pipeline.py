@@ -69,9 +69,8 @@ class Run:
             report.publish(plan, self.document, work.finished)
         return {name: stage.folder for name, stage in work.finished.items()}
 
-    def job(self, run, received, progress, *, log):
+    def job(self, job, options, progress, *, log, command):
         """Replaces `run_in_process`."""
-        _, options, _ = received
         here = log.parent
         name = here.name.rpartition("-")[0]
         self.called.append(name)

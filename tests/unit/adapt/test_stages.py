@@ -26,7 +26,7 @@ class Work:
         recorded = RecordingProgress()
         with self.patch.context() as patch:
             if not real:
-                here = lambda run, arguments, progress, log: run(arguments, progress)  # noqa: E731
+                here = lambda job, options, progress, log, command: job(options, progress)  # noqa: E731
                 patch.setattr("vllm_medusa.adapt.stages.run_in_process", here)
             try:
                 with WorkFolder(self.folder, 1, recorded, inputs) as work:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from support.observed import observed
 
-from vllm_medusa.calibration.accuracy import measure_accuracy, shares
+from vllm_medusa.calibration.calibrate import measure_accuracy, shares
 from vllm_medusa.calibration.observations import NO_LABEL
 from vllm_medusa.calibration.walks import Walks
 
