@@ -181,8 +181,6 @@ def check_served(
     """Check vLLM's configuration for a target, with an untrained drafter if it is EAGLE's.
 
     The plugin refuses unsupported settings; finding that out after training would take hours.
-
-    Raises ValueError: vLLM refuses it, with the reason.
     """
     import torch
     from transformers import AutoConfig
@@ -208,10 +206,7 @@ def check_served(
 def split_texts(
     options: Mapping[str, Any], progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
-    """Write the records to train, to calibrate and to measure on, and their counts.
-
-    Raises ValueError: too few prompts, or a bad line without ``skip``.
-    """
+    """Write the records to train, to calibrate and to measure on, and their counts."""
     data, output = options["data"], options["output"]
     counts, tokens, bad, disjoint = split_records(data, output, options["heldout_share"])
     settle_bad_lines(data, bad, options["on_bad_line"], progress)

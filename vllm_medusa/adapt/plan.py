@@ -62,10 +62,7 @@ class Plan:
 
 
 def check(options: AdaptOptions, progress: Progress) -> Plan:
-    """Run all cheap checks, and report the resources that the job needs.
-
-    Raises ValueError: a check failed; the message has the remedy.
-    """
+    """Run all cheap checks, and report the resources that the job needs."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise ValueError(
             f"adapt needs {', '.join(missing)}: pip install 'vllm-medusa[cpu,train]', with a GPU "

@@ -44,8 +44,6 @@ def calibrate(
 
     Returns the summary that is added to the heads' config.json, plain JSON. ``temperature`` of
     ``fit`` is the divisor of a head's logits that calibrates its confidence.
-
-    Raises ValueError: heads, records or a target that are invalid or do not match.
     """
     check_folder(options.heads)
     if drafter_method(options.heads) is not None:

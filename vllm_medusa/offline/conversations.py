@@ -49,10 +49,8 @@ def encode_conversation(value: Any, key: str, tokenizer: Any) -> _Encoded:
 
     ``key`` is "messages" (role, content) or "conversations" (ShareGPT's from, value).
 
-    Raises:
-        PromptError: it is not a conversation, has no assistant turn, or the chat template does not
-            show which tokens the assistant generates.
-
+    Raises PromptError: it is not a conversation, has no assistant turn, or the chat template does
+    not show which tokens the assistant generates.
     """
     messages = _messages(value, key)
     answers = [place for place, m in enumerate(messages) if m["role"] == "assistant"]

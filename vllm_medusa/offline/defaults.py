@@ -214,12 +214,8 @@ def plan_engine(
     """Default engine arguments.
 
     On CPUs a small job runs eagerly, which starts in seconds, and the key-value cache is just large
-    enough. On a GPU, several engines share its memory. Prefix caching is off, so
-    that rounds are comparable.
-
-    Raises:
-        ValueError: not even one text fits into the available memory.
-
+    enough. On a GPU, several engines share its memory. Prefix caching is off, so that rounds are
+    comparable. Raises ValueError: see `fit`.
     """
     import torch
 

@@ -98,11 +98,8 @@ class VllmEngine:
         """Start the engine.
 
         If requests will have seeds, prompts are never prefilled in chunks on CPUs: vLLM would
-        stop with "CPU Generator does not use offset".
-
-        Raises:
-            EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.
-
+        stop with "CPU Generator does not use offset". Raises EngineRefused: vLLM or the plugin
+        refuses the settings, or a file is missing.
         """
         import torch
         from vllm import LLM

@@ -113,12 +113,7 @@ def run_prompts(
 ) -> Speed | None:
     """Generate for prompts and write each one's lines as soon as it is finished.
 
-    Returns:
-        Throughput; None if nothing was left to do.
-
-    Raises:
-        PromptError: the engine refuses a prompt, without ``skip``.
-
+    Returns the throughput; None if nothing was left to do.
     """
     if log.torn_bytes:
         progress.note(f"removed an incomplete last line ({log.torn_bytes} bytes)")
@@ -155,10 +150,7 @@ def run_prompts(
 
 
 def refuse_unanswerable(options: PromptJob, prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts that the engine would refuse, perhaps after hours.
-
-    Raises PromptError: prompts that are too long, or that the chat template refuses.
-    """
+    """Refuse prompts that the engine would refuse, perhaps after hours."""
     arguments = options.llm_arguments()
     if CHANGE_MODEL & arguments.keys():
         return

@@ -119,11 +119,7 @@ def load_prompts(
     on_bad_line: str = "refuse",
     progress: Progress = SILENT,
 ) -> list[Prompt]:
-    """Read a whole file of prompts; see `read_prompts` and `settle_bad_lines`.
-
-    Raises PromptError: the file is unreadable, has bad lines without ``skip``, or has no valid
-    ones.
-    """
+    """Read a file with at least one prompt; see `read_prompts` and `settle_bad_lines`."""
     prompts, bad = read_prompts(path, column)
     settle_bad_lines(path, bad, on_bad_line, progress)
     if not prompts:
@@ -136,8 +132,6 @@ def read_prompts(path: Path, column: str | None = None) -> tuple[list[Prompt], B
 
     The value of ``column`` may be a string, a list of strings (turns) or a list of messages; None:
     the first of ``CONTENT_KEYS`` that a row has.
-
-    Raises PromptError: the file is unreadable, or its suffix is unknown.
     """
     require_file(path, "prompts")
     suffix = path.suffix.lower()
@@ -154,10 +148,7 @@ def read_prompts(path: Path, column: str | None = None) -> tuple[list[Prompt], B
 
 
 def require_file(path: Path, what: str) -> None:
-    """Refuse a path that is not a file; ``what`` describes its contents.
-
-    Raises PromptError: it does not exist, or is a folder.
-    """
+    """Refuse a path that is not a file; ``what`` describes its contents."""
     if not path.is_file():
         found = "a folder, not a file" if path.is_dir() else "no such file"
         raise PromptError(f"{path}: {found}. Pass a file of {what}.")
@@ -218,10 +209,7 @@ def _tables(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def settle_bad_lines(path: Path, bad: BadLines, on_bad_line: str, progress: Progress) -> None:
-    """Refuse a file with bad lines, or report them if ``on_bad_line`` is "skip".
-
-    Raises PromptError: with the first of them.
-    """
+    """Refuse a file with bad lines, or report them if ``on_bad_line`` is "skip"."""
     if not bad:
         return
     shown = [f"line {line}: {reason}" for line, reason in islice(bad.items(), _SHOWN_BAD_LINES)]

@@ -114,13 +114,8 @@ def load_records(
     Without the target's ``tokenizer``, texts and conversations are bad lines. Token ids >=
     ``vocab_size`` are refused; None: the tokenizer's size, if there is one.
 
-    Returns:
-        The valid records, in an order that does not depend on the order of lines, and
-        the bad lines.
-
-    Raises:
-        PromptError: there is no such file.
-
+    Returns the valid records, in an order that does not depend on the order of lines, and the bad
+    lines.
     """
     require_file(path, "records")
     if vocab_size is None:
@@ -161,13 +156,8 @@ def split_heldout(records: Iterable[Record], share: float) -> tuple[list[Record]
     The choice depends only on the prompts' contents, and two shares of the same records are
     nested. A share above 0 holds out at least one prompt.
 
-    Returns:
-        The records to train on and the held-out ones, each sorted by index.
-
-    Raises:
-        ValueError: the share is out of bounds, or there are too few prompts for both
-            sides.
-
+    Returns the records to train on and the held-out ones, each sorted by index. Raises ValueError:
+    there are too few prompts for both sides.
     """
     if not 0 <= share < 1:
         raise ValueError(f"the held-out share is {share}; it must be at least 0 and below 1.")
