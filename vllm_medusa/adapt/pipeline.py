@@ -26,7 +26,6 @@ from vllm_medusa.training.heldout import FILES, split_records
 from vllm_medusa.training.options import MachineOptions, TrainOptions
 
 RECORDS, COUNTS, FIGURES = "records.jsonl", "counts.json", "compare.json"
-PICTURE = "tree.png"
 HEADS = ("heads/config.json", "heads/model.safetensors")
 CALIBRATED = (*HEADS, "heads/calibration.safetensors")
 _CALIBRATED_TOKENS = 16_384  # approximate number of generated tokens to calibrate on
@@ -142,10 +141,8 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
         heads = work.run(
             "tree",
             choose_tree,
-            lambda here: TreeOptions(
-                heads=here / "heads", num_draft_tokens=max(budgets), draw=here / PICTURE
-            ),
-            [*CALIBRATED, PICTURE],
+            lambda here: TreeOptions(heads=here / "heads", num_draft_tokens=max(budgets)),
+            CALIBRATED,
             prepare=lambda here: copy_files(calibrated, here, CALIBRATED),
         )
     work.run(

@@ -36,8 +36,7 @@ REPORT = "report.json"
 # Files that adapt writes, and so may replace.
 OURS = (
     *("config.json", "model.safetensors", "calibration.safetensors", "target/"),
-    *("curves.png", "tree.png"),
-    *("report.md", REPORT),
+    *("curves.png", "report.md", REPORT),
 )
 _NEEDED = ("vllm", "transformers", "matplotlib", "peft", "accelerate")
 _RESERVE = 1 << 30  # bytes to leave free

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
-from vllm_medusa.adapt.pipeline import CALIBRATED, COUNTS, FIGURES, HEADS, PICTURE
+from vllm_medusa.adapt.pipeline import CALIBRATED, COUNTS, FIGURES, HEADS
 from vllm_medusa.adapt.plan import REPORT, Plan
 from vllm_medusa.adapt.stages import Finished
 from vllm_medusa.files import new_folder, read_json, write_json
@@ -66,7 +66,7 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
     news: dict[str, Any] = {"measured": {name: figures.get(name) for name in names}}
     copied = [trained / name for name in HEADS]
     if tree is not None:
-        copied = [stages["tree"].folder / name for name in (*CALIBRATED, PICTURE)]
+        copied = [stages["tree"].folder / name for name in CALIBRATED]
         taus = document["tree_source"]["tokens_per_step"][: len(tree)]
         news |= {"tree": tree, "tree_tokens_per_step": taus}
     copied.append(trained / "heads" / "training" / "curves.png")
@@ -87,8 +87,8 @@ def conclusion(document: dict[str, Any]) -> str:
         tree = f'The drafter builds its trees itself; "budget": {nodes} limits them to that size.'
     else:
         tree = (
-            f'The heads\' own tree has {plural(nodes, "draft node")}; "tree": "heads" serves it. '
-            "Without that, trees are dynamic."
+            f'The heads\' own tree has {plural(nodes, "draft node")}; "tree": "heads" serves it, '
+            "`vllm-medusa inspect` draws it. Without that, trees are dynamic."
         )
     said = [comparison.conclusion(document["measured"]), tree]
     best = max(row["tau"] or 1 for row in document["measured"]["rows"])
@@ -143,8 +143,6 @@ vllm-medusa serve {f"{output}/target" if joint else options.target} --speculativ
 
 tau: tokens per verification step. Ratio: throughput relative to plain vLLM, median of the rounds; \
 both engines alternated on the same machine. {" ".join(notes)}
-
-{"![largest measured tree](tree.png)" * bool(source)}
 
 ## Accuracy of the heads
 

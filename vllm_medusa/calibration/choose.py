@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.calibrate import check_folder
 from vllm_medusa.calibration.observations import FILE, Observations
 from vllm_medusa.calibration.options import TreeOptions
-from vllm_medusa.calibration.pictures import check_picture, draw_tree
 from vllm_medusa.calibration.walks import Walks, walk_taus, walked_tree
 from vllm_medusa.heads import update_config
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
@@ -51,8 +49,6 @@ def choose_tree(
             f"the heads in {heads} have changed since they were calibrated, so the calibration is "
             "outdated; run `vllm-medusa calibrate` again."
         )
-    if options.draw:
-        check_picture(options.draw)
     progress.at("building trees", 0, 1)
     chosen = best_tree(observations, options.num_draft_tokens)
     progress.at("building trees", 1, 1)
@@ -62,8 +58,6 @@ def choose_tree(
             f"{options.num_draft_tokens} nodes were requested; there are {len(paths)} of "
             f"{observations.num_heads} heads with {observations.num_ranks} choices each."
         )
-    if options.draw:
-        draw_tree(options.draw, paths, chosen.chances, _title(heads, chosen))
     taus = [round(tau, 4) for tau in chosen.walked]
     source = {
         "algorithm": "walk",
@@ -106,11 +100,3 @@ def origin(observations: Observations) -> str:
     temperature = observations.temperature()
     wrote = "text of other origin" if temperature is None else f"T = {temperature:g}"
     return f"{len(observations.ranks)} positions, {wrote}"
-
-
-def _title(heads: Path, chosen: Chosen) -> str:
-    elsewhere = f" ({chosen.heldout[-1]:.2f} on held-out prompts)" if chosen.heldout else ""
-    return (
-        f"{heads.resolve().name}: {len(chosen.paths)} draft nodes, {chosen.walked[-1]:.2f} tokens "
-        f"per step expected{elsewhere}\n{origin(chosen.observations)}"
-    )

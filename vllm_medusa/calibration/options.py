@@ -31,4 +31,3 @@ class TreeOptions(Options):
 
     heads: Path = option("the heads' folder, calibrated", positional=True)
     num_draft_tokens: TreeSize = option("nodes without the root", "-n", default=16, metavar="N")
-    draw: Path | None = option("picture: .png, .svg or .pdf", default=None, metavar="FILE")

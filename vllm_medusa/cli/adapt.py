@@ -15,7 +15,7 @@ machine is saved with the heads.
 Each stage is also a separate command and is printed before it runs; results and logs are in the
 work folder. If interrupted, the same command resumes; with other options, only the affected stages
 run again. The output has the heads (config.json and
-model.safetensors, as vLLM reads them), report.md with pictures, and report.json."""
+model.safetensors, as vLLM reads them), report.md with a plot of the training, and report.json."""
 
 
 def run(options: AdaptOptions, progress: ConsoleProgress) -> int:

@@ -109,8 +109,6 @@ def run_tree(options: TreeOptions, progress: ConsoleProgress) -> int:
         f"\nchoices of the heads, with the share of steps that accept them{more}:", soft_wrap=True
     )
     out.print(drawn_tree(chosen.paths[:_SHOWN_NODES], chosen.chances))
-    if options.draw:
-        out.print(f"picture: {options.draw}", soft_wrap=True)
     config = options.heads / "config.json"
     out.print(f'{config} has the tree; "tree": "heads" serves it', soft_wrap=True)
     return 0

@@ -48,20 +48,6 @@ def test_fewer_nodes_than_requested(heads, capsys):
     assert len(medusa(heads)["tree"]) == 5
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--draw", "tree.txt"], "not a supported picture format"),
-        (["--draw", "nowhere/tree.png"], "no folder nowhere"),
-    ],
-)
-def test_invalid_options_are_refused(heads, capsys, arguments, message):
-    before = (heads / "config.json").read_bytes()
-    assert run("tree", heads, *arguments) == 2
-    assert message in said(capsys)
-    assert (heads / "config.json").read_bytes() == before
-
-
 def test_changed_or_uncalibrated_heads(heads, capsys):
     content = bytearray((heads / "model.safetensors").read_bytes())
     content[-5000] ^= 1
