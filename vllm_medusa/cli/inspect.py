@@ -58,13 +58,15 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
     if options.json:
         print(json.dumps(document, indent=2))
     else:
-        print("\n".join([f"{options.path}: {what}", *_lines(document, options.target)]))
+        print("\n".join([f"{options.path}: {what}", *_described(document)]))
         if tree := document.get("tree"):
             stdout_console().print(drawn_tree(tree[:_SHOWN_NODES]))
+        for line in _checked(document, options.target):
+            print(line)
     return 0 if found.fits else 1
 
 
-def _lines(document: dict[str, Any], target: str | None) -> Iterator[str]:
+def _described(document: dict[str, Any]) -> Iterator[str]:
     tree, medusa = document.get("tree"), document.get("medusa") or {}
     for key, value in document.items():
         if key not in ("source", "fits", "checks", "damage", "tree", "medusa"):
@@ -80,6 +82,9 @@ def _lines(document: dict[str, Any], target: str | None) -> Iterator[str]:
             yield from (f"    {name}: {_short(entry)}" for name, entry in value.items())
         else:
             yield f"  {key:20} {_short(value)}"
+
+
+def _checked(document: dict[str, Any], target: str | None) -> Iterator[str]:
     yield from (f"DAMAGED: {text}" for text in document.get("damage", ()))
     unsure = ""
     for check in document["checks"]:
