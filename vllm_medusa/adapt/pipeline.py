@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +22,7 @@ from vllm_medusa.offline.options import CompareOptions, DistillOptions
 from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.options import taken
 from vllm_medusa.training.heldout import FILES, split_records
-from vllm_medusa.training.options import MachineOptions, TrainOptions
+from vllm_medusa.training.options import MachineOptions, TextFiles, TrainOptions
 
 RECORDS, COUNTS, FIGURES = "records.jsonl", "counts.json", "compare.json"
 HEADS = ("heads/config.json", "heads/model.safetensors")
@@ -71,7 +70,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     from vllm_medusa.offline.comparison import compare
     from vllm_medusa.training.distill import distill
 
-    options, training = plan.options, plan.options.train_options()
+    options = plan.options
     joint = options.method == "medusa-2"
     budgets = tuple(sorted(set(options.budgets)))
     serving = {
@@ -113,12 +112,8 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     trained = work.run(
         "train",
         train_unharmed,
-        lambda here: replace(
-            training,
-            model=options.target,
-            files=replace(
-                training.files, data=to_train, heldout=to_calibrate, output=here / "heads"
-            ),
+        lambda here: options.train_options(
+            TextFiles(data=to_train, heldout=to_calibrate, output=here / "heads")
         ),
         [*HEADS, *(["heads/target/config.json"] if joint else [])],
     )

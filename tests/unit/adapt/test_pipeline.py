@@ -18,7 +18,7 @@ from vllm_medusa.files import digest, read_json, write_json
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
 from vllm_medusa.job import JobFailed
 from vllm_medusa.offline.defaults import EnginePlan
-from vllm_medusa.training.options import StepOptions
+from vllm_medusa.training.options import StepOptions, TextFiles
 from vllm_medusa.training.train import Trained
 
 TREE = [[0], [1], [0, 0], [2]]
@@ -199,8 +199,9 @@ def test_a_degraded_target_fails_the_stage_with_its_figures(tmp_path, monkeypatc
     recorded = {"method": "medusa-2", "degraded": True, "shortfalls": ["KL is 0.3"]}
     trained = Trained(tmp_path / "heads", recorded)
     monkeypatch.setattr("vllm_medusa.training.train.train", lambda *_: trained)
+    files = TextFiles(data=tmp_path, output=tmp_path / "heads")
     with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is in .*-degraded"):
-        pipeline.train_unharmed(Run(tmp_path).plan().options.train_options())
+        pipeline.train_unharmed(Run(tmp_path).plan().options.train_options(files))
 
 
 @pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])
