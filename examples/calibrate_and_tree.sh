@@ -14,7 +14,7 @@ mkdir -p "$out"
 $medusa distill "$target" --prompts "$prompts" --output "$out/records.jsonl" \
     --temperature 0.8 --samples 4 --max-tokens 96 --engine-args '{"enforce_eager": true}'
 $medusa calibrate "$target" "$out/heads" --data "$out/records.jsonl"
-$medusa tree "$out/heads" --num-draft-tokens 16 --draw "$out/tree.png"
+$medusa tree "$out/heads" --num-draft-tokens 16
 
 # Compare with plain vLLM for several tree sizes. (These prompts were calibrated on; use others.)
 $medusa compare "$target" "$out/heads" --prompts "$out/records.jsonl" --temperature 0.8 \

@@ -249,10 +249,7 @@ def free_bytes(path: Path) -> int:
 
 
 def require_parent(path: Path) -> None:
-    """Refuse an output whose folder does not exist or is not writable.
-
-    Raises FileRefused: with the name of that folder.
-    """
+    """Refuse an output whose folder does not exist or is not writable."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise FileRefused(f"{path}: no folder {path.parent}. Create it, or choose another output.")
@@ -264,10 +261,6 @@ def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bo
     """Refuse an output without a folder, or with contents other than a JSON object of ``ours``.
 
     ``what`` describes what is written there.
-
-    Raises:
-        FileRefused: the output has other contents, or its folder does not exist.
-
     """
     require_parent(path)
     if not os.path.lexists(path):
@@ -283,10 +276,7 @@ def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bo
 
 
 def refuse_strangers(folder: Path, ours: Sequence[str]) -> None:
-    """Refuse to overwrite a folder with files that do not match ``ours``; "NAME/" is a folder.
-
-    Raises FileRefused: with some of the files that would be deleted.
-    """
+    """Refuse to overwrite a folder with files that do not match ``ours``; "NAME/" is a folder."""
     others = []
     for entry in sorted(folder.iterdir()):
         name = f"{entry.name}/" if entry.is_dir() and not entry.is_symlink() else entry.name

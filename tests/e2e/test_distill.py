@@ -80,9 +80,9 @@ def test_spans_are_the_targets_tokens(tmp_path: Path) -> None:
         whole = records(engine, plan, set(), batch=24)
         finished = {r["index"] for r in whole[::3]}
         resumed = records(engine, plan, finished, batch=5)
-        both = Plan(samples=2, temperatures=(0.0,), turns=5, talker=engine.tokenizer)
+        both = Plan(samples=2, temperatures=(0.0,), turns=5, talker=engine.llm.get_tokenizer())
         talked = records(engine, both, set(), batch=6)
-        tokenizer = engine.tokenizer
+        tokenizer = engine.llm.get_tokenizer()
     finally:
         engine.close()
 
@@ -97,7 +97,7 @@ def test_spans_are_the_targets_tokens(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in whole))
     read, bad = load_records(path, vocab_size=VOCAB)
-    assert bad == []
+    assert not bad
     model = AutoModelForCausalLM.from_pretrained(target)
     greedy = [r for r in read if r.temperature == 0]
     path.write_text("".join(json.dumps(r) + "\n" for r in talked))

@@ -69,7 +69,7 @@ class AdaptOptions(EngineOptions, PromptFile):
 
     def check(self) -> None:
         """See `Options.check`."""
-        self.train_options()
+        self.train_options(TextFiles(data=self.prompts, heldout=self.prompts, output=self.output))
         heads, size = self.heads.num_heads, self.heads.draft_vocab
         if min(self.max_tokens, self.measure_tokens) < heads + 2:
             raise ValueError(
@@ -82,12 +82,12 @@ class AdaptOptions(EngineOptions, PromptFile):
                 "tokens drafts nothing. Give thousands, or 0 for all tokens."
             )
 
-    def train_options(self) -> TrainOptions:
-        """Options of the training; the stage sets the files."""
+    def train_options(self, files: TextFiles) -> TrainOptions:
+        """Options of the training."""
         return TrainOptions(
             model=self.target,
             method=self.method,
-            files=TextFiles(data=Path("data"), heldout=Path("heldout"), output=Path("output")),
+            files=files,
             heads=self.heads,
             training=self.training,
             machine=TrainMachine(dtype=self.dtype),

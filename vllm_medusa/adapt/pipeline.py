@@ -7,56 +7,42 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
-from vllm_medusa.adapt.plan import REPORT, Plan, check, written_by_adapt
+from vllm_medusa.adapt.plan import Plan, check, written_by_adapt
 from vllm_medusa.adapt.stages import WorkFolder
 from vllm_medusa.calibration.options import CalibrateOptions, TreeOptions
-from vllm_medusa.files import FileRefused, read_json, write_json
+from vllm_medusa.files import FileRefused, write_json
 from vllm_medusa.job import SILENT, JobFailed, Progress
 from vllm_medusa.offline.engine import refuse_unserved
 from vllm_medusa.offline.options import CompareOptions, DistillOptions
 from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.options import taken
 from vllm_medusa.training.heldout import FILES, split_records
-from vllm_medusa.training.options import MachineOptions, TrainOptions
+from vllm_medusa.training.options import MachineOptions, TextFiles, TrainOptions
 
 RECORDS, COUNTS, FIGURES = "records.jsonl", "counts.json", "compare.json"
-TREE, PICTURE = "tree.json", "tree.png"
 HEADS = ("heads/config.json", "heads/model.safetensors")
 CALIBRATED = (*HEADS, "heads/calibration.safetensors")
 _CALIBRATED_TOKENS = 16_384  # approximate number of generated tokens to calibrate on
 _ROUNDS = 3  # max rounds of the final measurement
 
 
-@dataclass(frozen=True)
-class Adapted:
-    """Heads for a target."""
-
-    output: Path
-    document: dict[str, Any]  # of report.json
-    made: bool  # False if the output already existed
-
-
 def adapt(
     options: AdaptOptions, progress: Progress = SILENT, command: Sequence[str] = ()
-) -> Adapted:
+) -> dict[str, Any] | None:
     """Train heads for a target; if killed, the same call resumes.
 
-    Raises:
-        ValueError, OSError: an input is invalid; nothing was started.
-        StageFailed: a stage failed.
-
+    Returns the contents of report.json; None: the output already has these heads.
     """
     plan = check(options, progress)
     output = options.output
     existing = written_by_adapt(output)
     if existing == plan.key and not options.overwrite:
-        return Adapted(output, read_json(output / REPORT), made=False)
+        return None
     if existing is not None and not options.overwrite:
         raise FileRefused(
             f"{output} holds heads of another adapt run: other options, prompts or weights. Pass "
@@ -69,7 +55,7 @@ def adapt(
         run_stages(plan, work)
         document = collect(plan, work.finished, command)
         publish(plan, document, work.finished)
-    return Adapted(output, document, made=True)
+    return document
 
 
 def count_stages(options: AdaptOptions) -> int:
@@ -84,7 +70,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     from vllm_medusa.offline.comparison import compare
     from vllm_medusa.training.distill import distill
 
-    options, training = plan.options, plan.options.train_options()
+    options = plan.options
     joint = options.method == "medusa-2"
     budgets = tuple(sorted(set(options.budgets)))
     serving = {
@@ -126,26 +112,15 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     trained = work.run(
         "train",
         train_unharmed,
-        lambda here: replace(
-            training,
-            model=options.target,
-            files=replace(
-                training.files, data=to_train, heldout=to_calibrate, output=here / "heads"
-            ),
+        lambda here: options.train_options(
+            TextFiles(data=to_train, heldout=to_calibrate, output=here / "heads")
         ),
         [*HEADS, *(["heads/target/config.json"] if joint else [])],
     )
     target = str(trained / "heads" / "target") if joint else options.target
-    heads, config = trained, dict[str, Any]()
+    heads = trained
     if options.heads.kind != "eagle3":
-
-        def copy(here: Path) -> None:
-            """`calibrate` changes heads in place: every attempt starts from the trained ones."""
-            (here / "heads").mkdir(exist_ok=True)
-            for name in HEADS:
-                shutil.copyfile(trained / name, here / name)
-
-        heads = work.run(
+        calibrated = work.run(
             "calibrate",
             calibrate,
             lambda here: CalibrateOptions(
@@ -156,21 +131,15 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
                 machine=MachineOptions(dtype=options.dtype),
             ),
             CALIBRATED,
-            prepare=copy,
+            prepare=lambda here: copy_files(trained, here, HEADS),
         )
-        tree = work.run(
+        heads = work.run(
             "tree",
             choose_tree,
-            lambda here: TreeOptions(
-                heads=heads / "heads",
-                num_draft_tokens=max(budgets),
-                output=here / TREE,
-                draw=here / PICTURE,
-                dry_run=True,
-            ),
-            [TREE, PICTURE],
+            lambda here: TreeOptions(heads=here / "heads", num_draft_tokens=max(budgets)),
+            CALIBRATED,
+            prepare=lambda here: copy_files(calibrated, here, CALIBRATED),
         )
-        config["tree"] = str(tree / TREE)
     work.run(
         "compare",
         compare,
@@ -179,7 +148,6 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
             options,
             target=target,
             heads=str(heads / "heads"),
-            speculative_config=config,
             prompts=to_measure,
             budgets=budgets,
             batch=1,
@@ -192,14 +160,19 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     )
 
 
+def copy_files(source: Path, here: Path, names: Sequence[str]) -> None:
+    """Copy heads that a stage changes in place: every attempt starts from the same ones."""
+    (here / "heads").mkdir(exist_ok=True)
+    for name in names:
+        shutil.copyfile(source / name, here / name)
+
+
 def check_served(
     serving: Mapping[str, Any], progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
     """Check vLLM's configuration for a target, with an untrained drafter if it is EAGLE's.
 
     The plugin refuses unsupported settings; finding that out after training would take hours.
-
-    Raises ValueError: vLLM refuses it, with the reason.
     """
     import torch
     from transformers import AutoConfig
@@ -225,10 +198,7 @@ def check_served(
 def split_texts(
     options: Mapping[str, Any], progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
-    """Write the records to train, to calibrate and to measure on, and their counts.
-
-    Raises ValueError: too few prompts, or a bad line without ``skip``.
-    """
+    """Write the records to train, to calibrate and to measure on, and their counts."""
     data, output = options["data"], options["output"]
     counts, tokens, bad, disjoint = split_records(data, output, options["heldout_share"])
     settle_bad_lines(data, bad, options["on_bad_line"], progress)

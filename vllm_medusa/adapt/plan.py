@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.files import (
@@ -30,15 +30,14 @@ from vllm_medusa.offline.defaults import (
 from vllm_medusa.offline.engine import start_seconds
 from vllm_medusa.offline.machine import fast_bfloat16
 from vllm_medusa.offline.options import EngineOptions
-from vllm_medusa.offline.prompts import Prompt, load_prompts, partition, settle_bad_lines
+from vllm_medusa.offline.prompts import Prompt, load_prompts
 from vllm_medusa.options import Dtype, values_of
 
 REPORT = "report.json"
 # Files that adapt writes, and so may replace.
 OURS = (
     *("config.json", "model.safetensors", "calibration.safetensors", "target/"),
-    *("curves.png", "tree.png"),
-    *("report.md", REPORT),
+    *("curves.png", "report.md", REPORT),
 )
 _NEEDED = ("vllm", "transformers", "matplotlib", "peft", "accelerate")
 _RESERVE = 1 << 30  # bytes to leave free
@@ -47,30 +46,12 @@ _SHARE = 0.5  # assumed fraction of the speed of large matrix products
 _JOINT_PASSES = 4  # passes of the target over a text in medusa-2's joint stage
 
 
-class Amounts(NamedTuple):
-    """Tokens of all texts."""
-
-    texts: int
-    prompt_tokens: int
-    written: int  # by the target, at most
-
-    @classmethod
-    def of(cls, lengths: Sequence[Length], samples: int, max_tokens: int, room: int) -> Amounts:
-        """Amounts for prompts continued ``samples`` times; no text exceeds ``room`` positions."""
-        prompts = sum(min(each.whole, room) for each in lengths)
-        written = sum(
-            max(0, min(each.positions(max_tokens), room) - each.whole) for each in lengths
-        )
-        return cls(samples * len(lengths), samples * prompts, samples * written)
-
-
 @dataclass(frozen=True)
 class Plan:
     """A validated adapt run: its options and the results of the checks."""
 
     options: AdaptOptions
     target: dict[str, Any]  # its fingerprint
-    different: int  # distinct prompts, names ignored
     prompts_digest: str
     engine: EnginePlan  # for generating the texts
 
@@ -83,10 +64,7 @@ class Plan:
 
 
 def check(options: AdaptOptions, progress: Progress) -> Plan:
-    """Run all cheap checks, and report the resources that the job needs.
-
-    Raises ValueError: a check failed; the message has the remedy.
-    """
+    """Run all cheap checks, and report the resources that the job needs."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise ValueError(
             f"adapt needs {', '.join(missing)}: pip install 'vllm-medusa[cpu,train]', with a GPU "
@@ -108,32 +86,31 @@ def check(options: AdaptOptions, progress: Progress) -> Plan:
     lengths = _measure(prompts, options, tokenizer, min(limits, default=None), progress)
     positions = [length.positions(options.max_tokens) for length in lengths]
     room = min(limits, default=max(positions))
-    amounts = Amounts.of(lengths, options.samples, options.max_tokens, room)
+    prompt_tokens, written = count_tokens(lengths, options.samples, options.max_tokens, room)
     engine = plan_engine(
         options.target,
         [n for n in positions for _ in range(options.samples)],
         options.batch or EngineOptions.batch,
         given,
         dtype=options.dtype,
-        tokens=amounts.written,
+        tokens=written,
     )
-    files, states = disk_bytes(amounts, options, target, sizes)
+    files, states = disk_bytes(prompt_tokens, written, options, target, sizes.weights)
     _check_disk(options, files, states)
-    times = expected_seconds(amounts, options, target, sizes, engine)
+    times = expected_seconds(prompt_tokens, written, options, target, sizes, engine)
     about = {name: duration(seconds) for name, seconds in times.items()}
     memory = "" if engine.memory is None else f", {engine.memory / 1e9:.1f} GB of memory"
     progress.note(
         f"dtype {options.dtype}{f' ({why})' * bool(why)}; up to {(files + states) / 1e9:.2g} GB of "
         f"disk in {options.work_folder}\n"
-        f"  distill  {amounts.texts} texts of up to {options.max_tokens} new tokens (prompts: "
-        f"{amounts.prompt_tokens} tokens), {engine.batch} at a time by vLLM "
+        f"  distill  {options.samples * len(lengths)} texts of up to {options.max_tokens} new "
+        f"tokens (prompts: {prompt_tokens} tokens), {engine.batch} at a time by vLLM "
         f"({'compiled' if engine.compiled else 'eager'}{memory}): about {about['distill']}\n"
         f"  train    {options.heads.kind}, {plural(options.training.epochs, 'epoch')}: about "
         f"{about['train']}\n"
         f"  compare  vLLM with it against plain vLLM: about {about['compare']}"
     )
-    prompts_digest = digest(options.prompts)
-    return Plan(options, target, different, prompts_digest, engine)
+    return Plan(options, target, digest(options.prompts), engine)
 
 
 def written_by_adapt(folder: Path) -> str | None:
@@ -178,20 +155,16 @@ def _check_output(options: AdaptOptions) -> None:
 
 def _read_target(target: str) -> tuple[dict[str, Any], Any, Any]:
     """Return the target's fingerprint, its config and its tokenizer."""
-    from huggingface_hub import snapshot_download
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    from vllm_medusa.heads.fingerprint import target_fingerprint
+    from vllm_medusa.training.inputs import identify
 
+    config, fingerprint, _ = identify(target)
     with readable(target):
-        if not Path(target).expanduser().exists():
-            kinds = ["*.safetensors", "*.json", "*.model", "*.jinja"]
-            snapshot_download(target, allow_patterns=kinds)
-        config = AutoConfig.from_pretrained(target)
         tokenizer = AutoTokenizer.from_pretrained(target)
     if config.is_encoder_decoder:
         raise ValueError(f"{target} is an encoder-decoder model; heads need a decoder-only model.")
-    return target_fingerprint(target), config.get_text_config(), tokenizer
+    return fingerprint, config, tokenizer
 
 
 def _with_dtype(options: AdaptOptions, config: Any) -> tuple[AdaptOptions, str]:
@@ -224,14 +197,15 @@ def _measure(
             "template, save it in its folder as chat_template.jinja first."
         )
     room = None if limit is None else limit - options.heads.num_heads - 2
-    good, bad = partition(measure(prompts, tokenizer, room))
-    settle_bad_lines(options.prompts, bad, options.on_bad_line, progress)
-    if len(good) < 2:
+    lengths = measure(
+        options.prompts, prompts, tokenizer, room, options.on_bad_line, progress
+    ).values()
+    if len(lengths) < 2:
         raise ValueError(
-            f"{options.prompts}: {plural(len(good), 'prompt')} left; at least 2 are needed. Use "
+            f"{options.prompts}: {plural(len(lengths), 'prompt')} left; at least 2 are needed. Use "
             "shorter ones."
         )
-    return good
+    return list(lengths)
 
 
 def _check_disk(options: AdaptOptions, files: int, states: int) -> None:
@@ -251,23 +225,34 @@ def _check_disk(options: AdaptOptions, files: int, states: int) -> None:
             )
 
 
+def count_tokens(
+    lengths: Sequence[Length], samples: int, max_tokens: int, room: int
+) -> tuple[int, int]:
+    """Tokens of the prompts, and at most of the answers, of ``samples`` texts for each prompt.
+
+    No text exceeds ``room`` positions.
+    """
+    prompts = sum(min(each.whole, room) for each in lengths)
+    written = sum(max(0, min(each.positions(max_tokens), room) - each.whole) for each in lengths)
+    return samples * prompts, samples * written
+
+
 def disk_bytes(
-    amounts: Amounts, options: AdaptOptions, target: dict[str, Any], sizes: TargetSizes
+    prompt_tokens: int, written: int, options: AdaptOptions, target: dict[str, Any], weights: int
 ) -> tuple[int, int]:
     """Bytes of all files except hidden states, and bytes of hidden states."""
-    hidden = target.get("hidden_size") or 0
-    drafter = options.heads.kind == "eagle3"
-    heads = _head_values(options, target) * 4 * 6  # state, copies, result
-    merged = 2 * sizes.weights * (options.method == "medusa-2")
-    texts = 2 * (amounts.prompt_tokens + amounts.written) * _RECORD_BYTES
-    rows = amounts.written + (amounts.prompt_tokens if drafter else 0)
+    hidden, drafter = target.get("hidden_size") or 0, options.heads.kind == "eagle3"
+    files = _head_values(options, target) * 4 * 6  # state, copies, result
+    files += 2 * weights * (options.method == "medusa-2")
+    files += 2 * (prompt_tokens + written) * _RECORD_BYTES
     width = 4 if options.dtype in ("auto", "float32") else 2
-    states = rows * hidden * (4 if drafter else 1) * width
-    return texts + heads + merged, min(states, int(options.cache.cache_gb * 1e9))
+    layers, rows = (4, written + prompt_tokens) if drafter else (1, written)
+    return files, min(rows * hidden * layers * width, int(options.cache.cache_gb * 1e9))
 
 
 def expected_seconds(
-    amounts: Amounts,
+    prompt_tokens: int,
+    written: int,
     options: AdaptOptions,
     target: dict[str, Any],
     sizes: TargetSizes,
@@ -278,16 +263,16 @@ def expected_seconds(
     token = 2 * sizes.values / flops  # seconds per token of the target, in large batches
     step = max(sizes.weights / bandwidth, engine.batch * token)
     row = 6 * _head_values(options, target, largest=16_384) / flops
-    read = (amounts.prompt_tokens + amounts.written) * token
+    read = (prompt_tokens + written) * token
     epochs = options.training.epochs
     if options.method == "medusa-2":  # both targets forwards, one of them backwards
         read *= 1 + _JOINT_PASSES * options.joint.joint_epochs
         epochs += options.joint.joint_epochs
     return {
         "distill": start_seconds(engine.arguments)
-        + amounts.prompt_tokens * token
-        + amounts.written / engine.batch * step,
-        "train": read + epochs * amounts.written * row,
+        + prompt_tokens * token
+        + written / engine.batch * step,
+        "train": read + epochs * written * row,
         "compare": options.measure_seconds + 4 * start_seconds({"enforce_eager": True}),
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
-from vllm_medusa.adapt.pipeline import CALIBRATED, COUNTS, FIGURES, HEADS, PICTURE, TREE
+from vllm_medusa.adapt.pipeline import CALIBRATED, COUNTS, FIGURES, HEADS
 from vllm_medusa.adapt.plan import REPORT, Plan
 from vllm_medusa.adapt.stages import Finished
 from vllm_medusa.files import new_folder, read_json, write_json
@@ -25,18 +25,12 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
     from vllm_medusa.heads.provenance import provenance
 
     options = plan.options
-    medusa = read_json(stages["train"].folder / HEADS[0])["medusa"]
+    heads = (stages.get("tree") or stages["train"]).folder  # EAGLE-3 drafters have no tree
+    medusa = read_json(heads / HEADS[0])["medusa"]
     measured = read_json(stages["compare"].folder / FIGURES)
     counts = read_json(stages["split"].folder / COUNTS)
     parts = dict(zip(("trained", "calibrated", "measured"), counts["prompts"], strict=True))
-    tree, expected = None, dict[str, float]()
-    if "tree" in stages:  # best node first, so a prefix is the tree of its size
-        chosen = read_json(stages["tree"].folder / TREE)
-        tree = chosen["tree"][: measured["fastest"]]
-        source = chosen["source"]
-        taus = source["tokens_per_step_heldout"] or source["tokens_per_step"]
-        sizes = [row["num_draft_tokens"] for row in measured["rows"]]
-        expected = {str(size): taus[size - 1] for size in sizes}
+    tree = medusa["tree"] if "tree" in stages else None
     return {
         "key": plan.key,
         "target": {"name": options.target, **plan.target},
@@ -45,7 +39,6 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
         "prompts": {
             "file": options.prompts.name,
             "sha256": plan.prompts_digest,
-            "different": plan.different,
             "skipped_records": counts["skipped_records"],
             "trained_tokens": counts["tokens"][0],
             "disjoint": counts["disjoint"],
@@ -53,9 +46,8 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
         },
         "seed": options.training.seed,
         "training": medusa.get("training"),
-        "tree": tree,
-        "expected": expected,
-        "num_draft_tokens": measured["fastest"],
+        "tree": tree and tree[: measured["fastest"]],  # best node first
+        "tree_source": medusa.get("tree_source"),
         "measured": measured,
         "stages": [
             {"stage": name, "command": stage.command, "seconds": round(stage.seconds, 1)}
@@ -73,13 +65,11 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
     names = ("dtype", "temperature", "batch", "machine", "fastest", "rows", "automatic")
     news: dict[str, Any] = {"measured": {name: figures.get(name) for name in names}}
     copied = [trained / name for name in HEADS]
-    copied.append(trained / "heads" / "training" / "curves.png")
     if tree is not None:
-        copied = [*(stages["calibrate"].folder / name for name in CALIBRATED), copied[-1]]
-        copied.append(stages["tree"].folder / PICTURE)
-        source = read_json(stages["tree"].folder / TREE)["source"]
-        taus = source["tokens_per_step"][: len(tree)]
-        news |= {"tree": tree, "tree_tokens_per_step": taus, "tree_source": source}
+        copied = [stages["tree"].folder / name for name in CALIBRATED]
+        taus = document["tree_source"]["tokens_per_step"][: len(tree)]
+        news |= {"tree": tree, "tree_tokens_per_step": taus}
+    copied.append(trained / "heads" / "training" / "curves.png")
     with new_folder(plan.options.output, overwrite=True) as part:
         for file in copied:
             shutil.copyfile(file, part / file.name)
@@ -92,13 +82,13 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
 
 def conclusion(document: dict[str, Any]) -> str:
     """Summarize the measurements in a few sentences."""
-    nodes = document["num_draft_tokens"]
+    nodes = document["measured"]["fastest"]
     if document["tree"] is None:
         tree = f'The drafter builds its trees itself; "budget": {nodes} limits them to that size.'
     else:
         tree = (
-            f'The heads\' own tree has {plural(nodes, "draft node")}; "tree": "heads" serves it. '
-            "Without that, trees are dynamic."
+            f'The heads\' own tree has {plural(nodes, "draft node")}; "tree": "heads" serves it, '
+            "`vllm-medusa inspect` draws it. Without that, trees are dynamic."
         )
     said = [comparison.conclusion(document["measured"]), tree]
     best = max(row["tau"] or 1 for row in document["measured"]["rows"])
@@ -117,8 +107,12 @@ def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
     provenance, output, kind = document["provenance"], options.output, document["drafter"]
     joint = document["method"] == "medusa-2"
     unseen = "" if prompts["disjoint"] else " (except calibration: there were too few)"
-    expected = ", ".join(f"{tau:.2f} with {n}" for n, tau in document["expected"].items())
-    notes = [f"Expected tau from calibration: {expected} draft nodes."] if expected else []
+    notes = []
+    if source := document["tree_source"]:
+        taus = source["tokens_per_step_heldout"] or source["tokens_per_step"]
+        sizes = [row["num_draft_tokens"] for row in measured["rows"]]
+        expected = ", ".join(f"{taus[size - 1]:.2f} with {size}" for size in sizes)
+        notes.append(f"Expected tau from calibration: {expected} draft nodes.")
     if joint:
         notes.append("All texts were generated by the original target, not by the measured one.")
     if measured["engine_args"].get("enforce_eager"):
@@ -149,8 +143,6 @@ vllm-medusa serve {f"{output}/target" if joint else options.target} --speculativ
 
 tau: tokens per verification step. Ratio: throughput relative to plain vLLM, median of the rounds; \
 both engines alternated on the same machine. {" ".join(notes)}
-
-{"![largest measured tree](tree.png)" * bool(expected)}
 
 ## Accuracy of the heads
 

@@ -23,15 +23,8 @@ from vllm_medusa.options import Options, command_line, values_of
 
 DONE, LOG = "done.json", "log.txt"
 # Paths are ignored: their contents follow from earlier stages.
-PLACES = {
-    *("model", "target", "heads", "prompts", "data", "heldout", "output", "draw"),
-    "speculative_config",
-}
+PLACES = {"model", "target", "heads", "prompts", "data", "heldout", "output"}
 MACHINE = {"batch"}  # depends on the available memory, as the engine's `MEMORY_OPTIONS` do
-
-
-class StageFailed(JobFailed):
-    """A stage failed; ``status`` is 2 if it refused its input."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class WorkFolder(Run):
     def run(
         self,
         name: str,
-        job: Callable[..., Any],  # a function of a module; it runs in a subprocess
+        job: Callable[..., Any],  # see `run_in_process`
         options: Callable[[Path], Options | dict[str, Any]],  # of the job, given the stage's folder
         outputs: Sequence[str] = (),  # files that later stages need from its folder
         command: str = "",  # a description, if not a `vllm-medusa` command
@@ -65,7 +58,8 @@ class WorkFolder(Run):
     ) -> Path:
         """Run a stage unless it is finished; returns its folder.
 
-        Raises StageFailed: the job failed; its files are kept for the next attempt.
+        Raises JobFailed: the job failed, or refused its input (status 2); its files are kept for
+        the next attempt.
         """
         here = self.folder / f"{name}-{_key(options(Path()), self.before)}"
         arguments, words = options(here), list[str]()
@@ -81,11 +75,11 @@ class WorkFolder(Run):
             try:
                 here.mkdir(exist_ok=True)
                 prepare(here)
-                run_in_process(_run, (job, arguments, words), self.progress, log=here / LOG)
+                run_in_process(job, arguments, self.progress, log=here / LOG, command=words)
                 if missing := [each for each in outputs if not (here / each).is_file()]:
                     raise JobFailed(f"it did not write {missing[0]}")
             except (ValueError, OSError, JobFailed) as error:
-                failure = StageFailed(
+                failure = JobFailed(
                     f"{name}: {error}\nSee its log, {here / LOG}. Once the cause is fixed, the "
                     "same command resumes from this stage."
                 )
@@ -117,9 +111,3 @@ def _done(here: Path, outputs: Sequence[str]) -> float | None:
         return float(done["seconds"]) if same else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _run(arguments: tuple[Callable[..., Any], Any, Sequence[str]], progress: Progress) -> None:
-    """Run a job in the subprocess; its result is in the folder, not returned."""
-    job, options, command = arguments
-    job(options, progress, command)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ import numpy as np
 import torch
 
 from vllm_medusa.calibration import CalibrationError
-from vllm_medusa.calibration.accuracy import Accuracy, measure_accuracy
 from vllm_medusa.calibration.collect import FOLDER, collect
-from vllm_medusa.calibration.confidence import Fit, calibration_error
 from vllm_medusa.calibration.observations import EAGLE, FILE, NO_LABEL, Observations
 from vllm_medusa.calibration.options import CalibrateOptions
-from vllm_medusa.calibration.walks import Walks, walked_tree
+from vllm_medusa.calibration.walks import Ranks, Walks, walked_tree
 from vllm_medusa.files import Run
 from vllm_medusa.heads import (
     HydraHeads,
@@ -36,29 +33,17 @@ from vllm_medusa.offline.records import Record
 from vllm_medusa.training.inputs import identify, limits_of, read_usable
 from vllm_medusa.training.target import Target, stored_dtype, target_dtype
 from vllm_medusa.training.workers import Workers
-from vllm_medusa.tree import TokenTree
 
 WALKED_NODES = 63
 
 
-@dataclass(frozen=True)
-class Calibrated:
-    """Observations and their evaluation."""
-
-    observations: Observations  # as saved beside the heads
-    accuracy: Accuracy
-    fits: list[Fit | None]  # each head's temperature; None without labels
-    tree: TokenTree  # the tree of the walks
-    tau: float  # tokens per step of those walks
-    summary: dict[str, Any]  # what the heads' config.json keeps
-
-
 def calibrate(
     options: CalibrateOptions, progress: Progress = SILENT, command: Sequence[str] = ()
-) -> Calibrated:
+) -> dict[str, Any]:
     """Measure heads on texts, and save the observations; if killed, the same call resumes.
 
-    Raises ValueError: heads, records or a target that are invalid or do not match.
+    Returns the summary that is added to the heads' config.json, plain JSON. ``temperature`` of
+    ``fit`` is the divisor of a head's logits that calibrates its confidence.
     """
     check_folder(options.heads)
     if drafter_method(options.heads) is not None:
@@ -88,9 +73,9 @@ def calibrate(
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": options.machine.quantization,
     }
-    settings = {name: getattr(options, name) for name in ("positions", "temperature", "top_k")}
-    with Run(options.heads / FOLDER, source | settings, of=options.heads, restart=True) as run:
-        observations, fits = collect(
+    settings = source | {"positions": options.positions, "temperature": options.temperature}
+    with Run(options.heads / FOLDER, settings, of=options.heads, restart=True) as run:
+        observations, fitted = collect(
             records,
             heads,
             target.hidden_states,
@@ -103,14 +88,25 @@ def calibrate(
         observations.source.update(source)
         texts = observations.texts()
         progress.at("walking the texts", 0, 1)
-        tree = TokenTree.from_paths(walked_tree(texts, WALKED_NODES, options.top_k))
+        tree = walked_tree(texts, WALKED_NODES, options.top_k)
+        walks = Walks(texts, tree)
         progress.at("walking the texts", 1, 1)
-        accuracy = measure_accuracy(observations, tree.paths)
-        summary = _summarize(observations, accuracy, fits, tree)
+        summary = {
+            "file": FILE,
+            "positions": len(observations.ranks),
+            "texts": observations.num_texts,
+            "prompts": len(np.unique(observations.prompts)),
+            "temperature": observations.temperature(),
+            "walked_with": [list(path) for path in tree],
+            "tokens_per_step": round(walks.tau(), 4),
+            **measure_accuracy(observations, walks),
+            "fit": [value and {"temperature": round(value, 4)} for value in fitted],
+            "source": source,
+        }
         observations.save(options.heads)
         update_config(options.heads, calibration=summary, provenance=origin)
         run.remove()
-    return Calibrated(observations, accuracy, fits, tree, Walks(texts, tree.paths).tau(), summary)
+    return summary
 
 
 def check_folder(heads: Path) -> None:
@@ -188,44 +184,39 @@ def _trained_on(config: Mapping[str, Any]) -> set[str]:
     }
 
 
-def _summarize(
-    observations: Observations, accuracy: Accuracy, fits: Sequence[Fit | None], tree: TokenTree
-) -> dict[str, Any]:
-    """The summary for the heads' config.json, plain JSON; ``tree`` is the tree of the walks.
+def measure_accuracy(observations: Observations, walks: Walks) -> dict[str, Any]:
+    """The share of labels at each rank of each head [K][R], and the number of labels [K].
 
-    ``calibration_error`` is the ECE of each head's choices, best first; ``temperature`` of ``fit``
-    is the divisor of a head's logits that calibrates its confidence.
+    ``overall``: at every position; ``walked``: where ``walks`` of all texts reach an inner node of
+    depth h, as decoding uses head h only there; its accuracy there is far below the average. Plain
+    JSON; a share is None where nothing was counted.
     """
-    sampled = ~np.isnan(observations.temperatures)
-    lengths = np.diff(observations.offsets)
-    by_temperature = {
-        f"{value:g}": int(lengths[observations.temperatures == value].sum())
-        for value in np.unique(observations.temperatures[sampled])
-    }
-    if not sampled.all():
-        by_temperature["unknown"] = int(lengths[~sampled].sum())
-    errors: list[list[float | None]] = []
+    visited = walks.visited()
+    walked = walks.ranks[visited]
+    reached = walks.jumps[visited] - 1  # depth at which each step stopped
+    inner = {path[:-1] for path in walks.paths if path}
+    has_child = np.array([path in inner for path in walks.paths])[walks.stops[visited]]
+    cases: dict[str, list[Ranks]] = {"overall": list(observations.ranks.T), "walked": []}
     for head in range(observations.num_heads):
-        ranks = observations.ranks[:, head]
-        known = ranks != NO_LABEL
-        confidence = observations.confidences[known, head].astype(np.float64)
-        row = [
-            calibration_error(confidence[:, rank], ranks[known] == rank)
-            for rank in range(observations.num_ranks)
-        ]
-        errors.append([None if np.isnan(error) else round(error, 4) for error in row])
+        # counted: passed by a deeper step, or stopped at a node of this depth with children
+        counted = (reached > head) | ((reached == head) & has_child)
+        cases["walked"].append(walked[counted, head])
     return {
-        "file": FILE,
-        "positions": len(observations.ranks),
-        "texts": observations.num_texts,
-        "prompts": len(np.unique(observations.prompts)),
-        "positions_by_temperature": by_temperature,
-        "temperature": observations.temperature(),
-        "walked_with": tree.to_lists(),
-        **accuracy.to_dict(),
-        "calibration_error": errors,
-        "fit": [
-            fit and {name: round(value, 4) for name, value in vars(fit).items()} for fit in fits
-        ],
-        "source": observations.source,
+        "accuracy": {
+            name: [shares(ranks, observations.num_ranks) for ranks in heads]
+            for name, heads in cases.items()
+        },
+        "counted_positions": {
+            name: [int((ranks != NO_LABEL).sum()) for ranks in heads]
+            for name, heads in cases.items()
+        },
     }
+
+
+def shares(ranks: Ranks, num_ranks: int) -> list[float | None]:
+    """Fractions [R] of labels at each rank; None without labels."""
+    labels = ranks[ranks != NO_LABEL]
+    if not len(labels):
+        return [None] * num_ranks
+    counts = np.bincount(labels[labels < num_ranks], minlength=num_ranks)
+    return [round(count / len(labels), 4) for count in counts.tolist()]

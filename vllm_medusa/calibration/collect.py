@@ -16,9 +16,8 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from vllm_medusa.calibration import CalibrationError
-from vllm_medusa.calibration.confidence import Fit, fit_temperature
 from vllm_medusa.calibration.observations import NO_LABEL, Observations, save_arrays
-from vllm_medusa.calibration.observe import Logits, Seen, observe
+from vllm_medusa.calibration.observe import Logits, Seen, fit_temperature, observe
 from vllm_medusa.files import Run
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import SILENT, Progress
@@ -28,7 +27,6 @@ from vllm_medusa.training.rows import labels_at, pad, split_passes, tokens_after
 
 FOLDER = "calibration.part"  # next to the heads, while calibration runs
 CLOSE_POSITIONS = 4096  # approximate number used to fit temperatures
-_CLOSE = ("own", "best", "partition", "first", "labeled")
 
 HiddenStates = Callable[[Tensor, Tensor], Tensor]  # ids, mask [B, L] -> [B, L, H]
 Span = tuple[int, int, int]  # text, first position, last + 1
@@ -41,12 +39,12 @@ def collect(
     lm_head: Logits | None,  # the target's, if the heads store none
     run: Run,  # folder of batches until all are done
     *,
-    num_ranks: int = 10,  # R, choices per head to record
+    num_ranks: int = 10,  # R, choices per head that a tree may use
     end_tokens: Collection[int] = (),  # end tokens of the target
     batch_tokens: int = 4096,  # per forward pass, padding included (longer texts run alone)
     progress: Progress = SILENT,
-) -> tuple[Observations, list[Fit | None]]:
-    """Observe all texts, and fit each head's temperature.
+) -> tuple[Observations, list[float | None]]:
+    """Observe all texts, and fit each head's temperature; None: no labels.
 
     Raises CalibrationError: no text has a position.
     """
@@ -59,52 +57,43 @@ def collect(
             f"none of the {len(texts)} records has a generated span of more than "
             f"{heads.num_heads} tokens, the minimum for these heads; generate longer texts."
         )
-    close = [  # bool [positions] of each span: every n-th, with another offset in each
-        (torch.arange(stop - start) + number) % max(1, total // CLOSE_POSITIONS) == 0
-        for number, (_, start, stop) in enumerate(spans)
-    ]
-    by_text: dict[int, list[int]] = {}
-    for number, (text, *_) in enumerate(spans):
-        by_text.setdefault(text, []).append(number)
+    stride = max(1, total // CLOSE_POSITIONS)
+    by_text: dict[int, list[Span]] = {}
+    for span in spans:
+        by_text.setdefault(span[0], []).append(span)
     parts: list[Seen] = []
     done = 0
     lengths = [len(text.token_ids) for text in texts]
     device, count = next(heads.parameters()).device, heads.num_heads
     for number, batch in enumerate(split_passes(list(by_text), lengths, batch_tokens)):
-        members = [span for text in batch for span in by_text[text]]
         path = run.folder / f"batch-{number:06}.safetensors"
         seen = _load(path)
         if seen is None:
             ids, mask = pad([texts[text].token_ids for text in batch])
             with torch.inference_mode():
                 states = hidden_states(ids.to(device), mask.to(device))  # [B, L, H]
-            where = [spans[n] for n in members]
+            where = [span for text in batch for span in by_text[text]]
             rows = torch.cat([states[batch.index(text), a:b] for text, a, b in where])
             labels = torch.cat([labels_at(texts[text], a, b, count) for text, a, b in where])
             labels = labels.masked_fill(labels == IGNORED, NO_LABEL).to(device)
             after = torch.cat([tokens_after(texts[text], a, b, count) for text, a, b in where])
-            closely = torch.cat([close[n] for n in members]).to(device)
-            seen = observe(heads, rows, labels, num_ranks, lm_head, closely, after.to(device))
-            save_arrays(path, vars(seen))
+            closely = torch.arange(done, done + len(rows), device=device) % stride == 0
+            seen = observe(heads, rows, labels, lm_head, closely, after.to(device))
+            save_arrays(path, seen._asdict())
         parts.append(seen)
         done += len(seen.ranks)
         progress.at("positions", done, total)
-    seen = Seen(
-        **{name: np.concatenate([getattr(p, name) for p in parts]) for name in vars(parts[0])}
-    )
-    fits = [
-        fit_temperature(*(getattr(seen, name)[:, head] for name in _CLOSE))
-        for head in range(heads.num_heads)
-    ]
+    seen = Seen(*map(np.concatenate, zip(*parts, strict=True)))
+    fitted = [fit_temperature(seen.own[:, h], seen.partition[:, h]) for h in range(count)]
     temperatures = [texts[text].temperature for text, *_ in spans]
     observations = Observations(
         ranks=seen.ranks,
-        confidences=seen.confidences,
         offsets=np.cumsum([0, *(stop - start for _, start, stop in spans)]).astype(np.int64),
         temperatures=np.array([np.nan if t is None else t for t in temperatures], np.float32),
         prompts=np.array([numbers[texts[text].prompt_key] for text, *_ in spans], np.int64),
+        num_ranks=num_ranks,
     )
-    return observations, fits
+    return observations, fitted
 
 
 def find_spans(

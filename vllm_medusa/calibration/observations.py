@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +38,16 @@ class Observations:
     """Positions of all texts, concatenated; N positions, S texts, K heads."""
 
     ranks: npt.NDArray[np.int16]  # [N, K] of the actual token; `NO_LABEL`, `MISSED`
-    confidences: npt.NDArray[np.float16]  # [N, K, R] probability of each head's R best tokens
     offsets: npt.NDArray[np.int64]  # [S + 1] first position of each text, and N
     temperatures: npt.NDArray[np.float32]  # [S] sampling temperature; NaN: not by the target
     prompts: npt.NDArray[np.int64]  # [S] prompt number, shared by samples of one prompt
+    num_ranks: int  # R: choices of each head that a tree may use
     source: dict[str, Any] = field(default_factory=dict)  # how it was made, as plain JSON
 
     @property
     def num_heads(self) -> int:
         """K."""
         return self.ranks.shape[1]
-
-    @property
-    def num_ranks(self) -> int:
-        """R: recorded choices of each head."""
-        return self.confidences.shape[2]
 
     @property
     def num_texts(self) -> int:
@@ -79,13 +74,11 @@ class Observations:
         values, group = np.unique(self.temperatures[known], return_inverse=True)
         return round(float(values[np.bincount(group, lengths[known]).argmax()]), 6)
 
-    def save(self, folder: Path) -> Path:
-        """Write `FILE` into the heads' folder atomically; returns its path."""
-        path = folder / FILE
-        arrays = {each.name: getattr(self, each.name) for each in fields(self)}
-        source = json.dumps(arrays.pop("source"))
-        save_arrays(path, arrays, {"source": source})
-        return path
+    def save(self, folder: Path) -> None:
+        """Write `FILE` into the heads' folder atomically."""
+        arrays = dict(vars(self))
+        notes = {name: json.dumps(arrays.pop(name)) for name in ("num_ranks", "source")}
+        save_arrays(folder / FILE, arrays, notes)
 
     @classmethod
     def load(cls, folder: Path) -> Observations:
@@ -103,10 +96,10 @@ class Observations:
             )
         try:
             with safe_open(path, framework="np") as file:
-                meta: Mapping[str, str] = file.metadata() or {}
+                notes = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return cls(**arrays, source=json.loads(meta["source"]))
-        except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
+            return cls(**arrays, **notes)
+        except (SafetensorError, OSError, TypeError, ValueError) as error:
             raise CalibrationError(f"{path} can't be read ({error}): calibrate again.") from error
 
 

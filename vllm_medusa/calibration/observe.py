@@ -1,11 +1,17 @@
-"""Ranks and confidences from hidden states and actual tokens, in chunks of positions."""
+"""Ranks of the actual tokens among the heads' choices, and the temperature of each head.
+
+A head is calibrated if a fraction c of the tokens to which it gives probability c are correct. One
+number for each head, the temperature that divides its logits, is fitted to the likelihood of the
+actual tokens (Guo et al., https://arxiv.org/abs/1706.04599).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -18,22 +24,18 @@ from vllm_medusa.training.losses import draft_labels
 Logits = Callable[[Tensor], Tensor]  # [T, H] -> [T, >= V]
 Array = npt.NDArray[Any]
 
-SHARPNESS = tuple(2.0 ** (step / 8) for step in range(-16, 17))  # 1 / candidate temperatures
+_STEP = 1 / 8  # of the grid, in powers of two
+SHARPNESS = tuple(2.0 ** (step * _STEP) for step in range(-16, 17))  # 1 / candidate temperatures
 _ELEMENTS = {"cpu": 1 << 21}  # logits per chunk, to fit in cache
 _MANY = 1 << 26  # on other devices
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """Observations at n positions, m of them in detail."""
 
     ranks: Array  # int16 [n, K]
-    confidences: Array  # float16 [n, K, R]
     own: Array  # float32 [m, K] logit of the actual token; NaN: none, or not in the vocabulary
-    best: Array  # float32 [m, K] the largest logit
     partition: Array  # float32 [m, K, G] log sum exp of the logits times each of `SHARPNESS`
-    first: Array  # bool [m, K]: the actual token had the largest logit
-    labeled: Array  # bool [m, K]: a token exists
 
 
 @torch.inference_mode()
@@ -41,7 +43,6 @@ def observe(
     heads: MedusaHeads,
     hidden_states: Tensor,  # [n, H]
     labels: Tensor,  # int64 [n, K], target ids; NO_LABEL: none
-    num_ranks: int,
     lm_head: Logits | None,
     closely: Tensor,  # bool [n]
     path: Tensor | None = None,  # int64 [n, K], the tokens after each position, for Hydra heads
@@ -56,26 +57,35 @@ def observe(
         rows = slice(first, first + size)
         states = heads(hidden_states[rows], None, None if path is None else path[rows])
         logits = heads.compute_logits(states, lm_head).float()  # [c, K, V]
-        parts.append(_look(logits, labels[rows], num_ranks, closely[rows]))
+        parts.append(_look(logits, labels[rows], closely[rows]))
     return Seen(*(torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True)))
 
 
-def _look(logits: Tensor, labels: Tensor, num_ranks: int, closely: Tensor) -> tuple[Tensor, ...]:
+def _look(logits: Tensor, labels: Tensor, closely: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # labels: draft ids; below 0: `NO_LABEL`, or -`MISSED`, which the draft vocabulary lacks
     known = labels >= 0  # [c, K]
-    own = logits.gather(2, labels.clamp_min(0)[..., None])  # [c, K, 1]
+    own = logits.gather(2, labels.clamp_min(0)[..., None])[..., 0]  # [c, K]
     ranks = token_ranks(logits, labels.clamp_min(0)).clamp_max(MISSED - 1)
     ranks = torch.where(known, ranks, torch.where(labels == NO_LABEL, NO_LABEL, MISSED))
-    best = logits.topk(num_ranks).values  # [c, K, R]
-    confidences = (best - logits.logsumexp(-1, keepdim=True)).exp()
     close = logits[closely]  # [m, K, V]
     partition = torch.stack([(close * s).logsumexp(-1) for s in SHARPNESS], -1)  # [m, K, G]
-    return (
-        ranks.to(torch.int16),
-        confidences.to(torch.float16),
-        own[..., 0].masked_fill(~known, torch.nan)[closely],
-        best[..., 0][closely],
-        partition,
-        (ranks == 0)[closely],
-        (labels != NO_LABEL)[closely],
-    )
+    return ranks.to(torch.int16), own.masked_fill(~known, torch.nan)[closely], partition
+
+
+def fit_temperature(own: Array, partition: Array) -> float | None:
+    """One head's temperature, from `Seen.own` [m] and `Seen.partition` [m, G]; None: no labels.
+
+    The likelihood is known on a grid of temperatures from 1/4 to 4; a parabola through the best
+    three points interpolates. At an end of the grid, that end is used.
+    """
+    known = ~np.isnan(own)
+    if not known.any():
+        return None
+    nll = (partition[known] - own[known, None] * np.array(SHARPNESS)).mean(0)  # [G]
+    best = int(nll.argmin())
+    power = math.log2(SHARPNESS[best])
+    if 0 < best < len(SHARPNESS) - 1:
+        left, middle, right = nll[best - 1 : best + 2]
+        if (bend := left - 2 * middle + right) > 0:
+            power += float(0.5 * (left - right) / bend) * _STEP
+    return float(2.0**-power)

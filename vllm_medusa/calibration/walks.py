@@ -46,7 +46,6 @@ class Walks:
         if not texts:
             raise ValueError("the texts have no positions: use longer texts")
         self.num_heads = texts[0].shape[1]
-        texts = sorted(texts, key=len, reverse=True)  # finished walkers are at the end
         room = self.num_heads + 1
         lengths = np.array([len(text) for text in texts])
         ends = np.cumsum(lengths + room)
@@ -91,11 +90,7 @@ class Walks:
 
     def visits(self) -> npt.NDArray[np.int64]:
         """Number of steps that reach each node, root first: [N]; all steps reach the root."""
-        stopped = np.zeros(len(self.paths), np.int64)
-        at = self.starts
-        while len(at := at[self.jumps[at] > 0]):
-            stopped += np.bincount(self.stops[at], minlength=len(stopped))
-            at = at + self.jumps[at]
+        stopped = np.bincount(self.stops[self.visited()], minlength=len(self.paths))
         for node in range(len(self.paths) - 1, 0, -1):  # parents come first
             stopped[self._nodes[self.paths[node][:-1]]] += stopped[node]
         return stopped
@@ -122,36 +117,27 @@ class Walks:
                 steps += moving.sum(1)
                 moved = jumps + (wants[at] == wanted)
                 tokens += moved.sum(1)
-                at = (at + moved)[:, : _last(moving)]
+                at = (at + moved)[:, moving.any(0)]  # without finished texts
             taus += (tokens / steps).tolist()
         return taus
 
 
-def _last(moving: npt.NDArray[np.bool_]) -> int:
-    """Number of texts to keep: up to the last unfinished one."""
-    going = np.flatnonzero(moving.any(0))
-    return int(going[-1]) + 1 if len(going) else 0
-
-
-def walked_tree(
-    texts: Sequence[Ranks], num_draft_tokens: int, max_rank: int, max_depth: int | None = None
-) -> list[Path]:
+def walked_tree(texts: Sequence[Ranks], num_draft_tokens: int, max_rank: int) -> list[Path]:
     """Grow a tree greedily by the node that shortens the walks of ``texts`` most.
 
     It has ``num_draft_tokens`` nodes, or fewer if the heads offer fewer: choices 0 to
-    ``max_rank - 1`` of the first ``max_depth`` heads (None: all). Candidates are the next choice
-    below every node; ties go to the shallower, then the lower path.
+    ``max_rank - 1`` of each head. Candidates are the next choice below every node; ties go to the
+    shallower, then the lower path.
 
     Returns the paths, best first, parents first: every prefix is the tree of its size.
     """
     walks = Walks(texts)
-    deepest = walks.num_heads if max_depth is None else min(max_depth, walks.num_heads)
     widths: dict[Path, int] = {(): 0}  # children of each node so far
     while len(walks.paths) <= num_draft_tokens:
         leaves = [
             (*path, width)
             for path, width in widths.items()
-            if len(path) < deepest and width < max_rank
+            if len(path) < walks.num_heads and width < max_rank
         ]
         if not leaves:
             break

@@ -19,7 +19,6 @@ from vllm_medusa.cli import (
     inspect,
     serve,
     train,
-    tree,
 )
 from vllm_medusa.cli.console import ConsoleProgress, run_job
 from vllm_medusa.cli.hub import find_models
@@ -32,8 +31,8 @@ COMMANDS: dict[str, tuple[Callable[[Any, ConsoleProgress], int], str]] = {
     "adapt": (adapt.run, adapt.TEXT),
     "distill": (generate.run_distill, generate.DISTILL),
     "train": (train.run, train.TEXT),
-    "calibrate": (calibrate.run, calibrate.TEXT),
-    "tree": (tree.run, tree.TEXT),
+    "calibrate": (calibrate.run, calibrate.CALIBRATE),
+    "tree": (calibrate.run_tree, calibrate.TREE),
     "convert": (convert.run, convert.TEXT),
     "inspect": (inspect.run, inspect.TEXT),
     "compare": (compare.run, compare.TEXT),

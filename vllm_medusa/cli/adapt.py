@@ -15,23 +15,23 @@ machine is saved with the heads.
 Each stage is also a separate command and is printed before it runs; results and logs are in the
 work folder. If interrupted, the same command resumes; with other options, only the affected stages
 run again. The output has the heads (config.json and
-model.safetensors, as vLLM reads them), report.md with pictures, and report.json."""
+model.safetensors, as vLLM reads them), report.md with a plot of the training, and report.json."""
 
 
 def run(options: AdaptOptions, progress: ConsoleProgress) -> int:
     """Train the heads and print their measurements; returns 0, or 1 if tokens differ in float32."""
     from vllm_medusa.adapt.pipeline import adapt
 
-    done = adapt(options, progress, invocation())
-    if not done.made:
-        progress.note(f"nothing to do; the heads are in {done.output}")
+    document = adapt(options, progress, invocation())
+    if document is None:
+        progress.note(f"nothing to do; the heads are in {options.output}")
         return 0
     from vllm_medusa.adapt.report import conclusion
     from vllm_medusa.cli.compare import table
-    from vllm_medusa.offline.comparison import Comparison
+    from vllm_medusa.offline.comparison import passed
 
-    measured = done.document["measured"]
-    progress.console.print(table(measured))
-    progress.note(conclusion(done.document))
-    progress.note(f"heads and report in {done.output}; {options.work_folder} is no longer needed")
-    return 0 if Comparison(measured).passed else 1
+    progress.console.print(table(document["measured"]))
+    progress.note(conclusion(document))
+    output, work = options.output, options.work_folder
+    progress.note(f"heads and report in {output}; {work} is no longer needed")
+    return 0 if passed(document["measured"]) else 1

@@ -24,16 +24,16 @@ alternate, so a ratio is meaningful even on a busy machine; tokens per second ar
 
 def run(options: CompareOptions, progress: ConsoleProgress) -> int:
     """Compare, and print the figures; 1 if a token differs in float32."""
-    from vllm_medusa.offline.comparison import compare, conclusion, setting
+    from vllm_medusa.offline.comparison import compare, conclusion, passed, setting
 
-    done = compare(options, progress, invocation())
+    document = compare(options, progress, invocation())
     console = stdout_console()
-    console.print(setting(done.document), soft_wrap=True)
-    console.print(table(done.document))
-    console.print(conclusion(done.document), soft_wrap=True)
+    console.print(setting(document), soft_wrap=True)
+    console.print(table(document))
+    console.print(conclusion(document), soft_wrap=True)
     if options.output is not None:
         console.print(f"figures in {options.output}", soft_wrap=True)
-    return 0 if done.passed else 1
+    return 0 if passed(document) else 1
 
 
 def table(document: dict[str, Any]) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.tree import Tree
 
 from vllm_medusa.job import JobFailed, Progress, duration
 
@@ -113,6 +114,17 @@ def figures(*columns: str, **options: Any) -> Table:
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def drawn_tree(
+    paths: Sequence[Sequence[int]], chances: Mapping[tuple[int, ...], float] | None = None
+) -> Tree:
+    """A draft tree as text, children by rank, with the ``chances`` of nodes."""
+    drawn: dict[tuple[int, ...], Tree] = {(): Tree("root")}
+    for path in sorted(map(tuple, paths)):  # parents first
+        share = "" if chances is None else f"  {100 * chances[path]:.1f} %"
+        drawn[path] = drawn[path[:-1]].add(f"{path[-1]}{share}")
+    return drawn[()]
 
 
 def stdout_console() -> Console:

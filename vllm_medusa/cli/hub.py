@@ -14,10 +14,6 @@ def find_models(options: Options, progress: Progress) -> None:
     """Report models from the hub, and refuse names that can't be resolved.
 
     If the hub can't be reached, its local cache is used.
-
-    Raises:
-        ValueError: a name is not a folder and not cached, and the hub lookup failed.
-
     """
     for each in described(type(options)):
         name = getattr(options, each.name)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vllm_medusa.cli.console import ConsoleProgress
+from vllm_medusa.cli.console import ConsoleProgress, drawn_tree, stdout_console
 from vllm_medusa.options import Model, Options, Source, option
 
 TEXT = """\
@@ -51,45 +50,29 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
         try:
             found, what = inspect_eagle(*places, revision=options.revision), "an EAGLE drafter"
         except (HeadsError, OSError):
-            target = _target(options)
-            if options.json:
-                print(json.dumps({"source": options.path, "error": str(error), "target": target}))
-            elif target is None:
+            if not options.json:
                 raise error from None
-            else:
-                print(f"{options.path}: a target model, not heads")
-                print("\n".join(f"  {key:14} {value}" for key, value in target.items()))
+            print(json.dumps({"source": options.path, "error": str(error)}))
             return 2
     document = found.to_dict()
     if options.json:
         print(json.dumps(document, indent=2))
     else:
-        print("\n".join([f"{options.path}: {what}", *_lines(document, options.target)]))
+        print("\n".join([f"{options.path}: {what}", *_described(document)]))
+        if tree := document.get("tree"):
+            stdout_console().print(drawn_tree(tree[:_SHOWN_NODES]))
+        for line in _checked(document, options.target):
+            print(line)
     return 0 if found.fits else 1
 
 
-def _target(options: InspectOptions) -> dict[str, Any] | None:
-    """Describe the path if it is a target model, else return None."""
-    from vllm_medusa.heads import HeadsError, peek_heads, target_fingerprint
-
-    with contextlib.suppress(HeadsError, OSError):
-        peek_heads(options.path, revision=options.revision)
-        return None
-    with contextlib.suppress(HeadsError):
-        return target_fingerprint(options.path)
-    return None
-
-
-def _lines(document: dict[str, Any], target: str | None) -> Iterator[str]:
-    from vllm_medusa.calibration.sketch import sketch_tree
-
+def _described(document: dict[str, Any]) -> Iterator[str]:
     tree, medusa = document.get("tree"), document.get("medusa") or {}
     for key, value in document.items():
         if key not in ("source", "fits", "checks", "damage", "tree", "medusa"):
             yield f"  {key:20} {_short(value)}"
     if "tree" in document:
         yield f"  {'tree':20} {f'{len(tree)} draft nodes' if tree else 'none'}"
-        yield from (f"    {line}" for line in sketch_tree(tree or [])[1 : _SHOWN_NODES + 1])
     for key, value in medusa.items():
         if key == "provenance" and isinstance(value, list):
             made = [entry for entry in value if isinstance(entry, Mapping)]
@@ -99,6 +82,9 @@ def _lines(document: dict[str, Any], target: str | None) -> Iterator[str]:
             yield from (f"    {name}: {_short(entry)}" for name, entry in value.items())
         else:
             yield f"  {key:20} {_short(value)}"
+
+
+def _checked(document: dict[str, Any], target: str | None) -> Iterator[str]:
     yield from (f"DAMAGED: {text}" for text in document.get("damage", ()))
     unsure = ""
     for check in document["checks"]:

@@ -5,8 +5,7 @@ The result is a JSON document; its wording is also here, because reports use it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,51 +20,25 @@ from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.machine import describe_machine, format_machine
 from vllm_medusa.offline.options import CompareOptions, check_speculation
 from vllm_medusa.offline.process import EngineProcess
-from vllm_medusa.offline.prompts import (
-    Prompt,
-    PromptError,
-    load_prompts,
-    partition,
-    settle_bad_lines,
-)
+from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
 
 AUTOMATIC = "automatic"  # dynamic trees of automatic size
 COLUMNS = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical")
 _MIN_PROMPTS = 6  # min prompts to measure on
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Measurements; ``document`` is the output as plain JSON."""
-
-    document: dict[str, Any]
-
-    @property
-    def passed(self) -> bool:
-        """Whether no token differs in float32; in other dtypes near-ties may differ."""
-        identical = all(row["identical"] for row in all_rows(self.document))
-        return identical or self.document["dtype"] != "float32"
-
-
 def compare(
     options: CompareOptions, progress: Progress = SILENT, command: Sequence[str] = ()
-) -> Comparison:
+) -> dict[str, Any]:
     """Measure each budget of the heads' tree, and dynamic trees, against plain vLLM.
 
-    All are compared with the same plain engine; the figures are written.
-
-    Raises:
-        PromptError: no usable prompts, or bad lines without ``skip``.
-        HeadsError: the heads can't be read.
-        MedusaConfigError: the tree does not fit the heads.
-        FileRefused: the output has other contents than figures.
-        EngineRefused: vLLM or the plugin refuses to start.
-        JobFailed: an engine died.
-
+    All are compared with the same plain engine. Returns the figures, plain JSON, which are also
+    written to ``options.output``.
     """
     output = options.output
     if output is not None:
-        refuse_to_replace(output, "figures", is_document)
+        names = {"target", "heads", "budgets", "rows", "fastest"}
+        refuse_to_replace(output, "figures", lambda found: names <= found.keys())
     configs = speculation(options)
     prompts, positions = answerable(options, prompts_of(options, progress), progress)
     plan = plan_engine(
@@ -82,8 +55,8 @@ def compare(
         **plan.arguments,
         **options.engine_args,
     }
-    names = ("target", "heads", "max_tokens", "temperature", "seed", "batch")
-    document = {name: getattr(options, name) for name in names} | {
+    settings = ("target", "heads", "max_tokens", "temperature", "seed", "batch")
+    document = {name: getattr(options, name) for name in settings} | {
         "data": options.prompts.name,
         "budgets": [budget for budget in configs if budget is not None],
         "engine_args": engine_args,
@@ -134,7 +107,7 @@ def compare(
     document |= {"rows": rows, "fastest": best["num_draft_tokens"]}
     if output is not None:
         write_json(output, document)
-    return Comparison(document)
+    return document
 
 
 def affordable(seconds: float, turn: float, prompts: int, rounds: int) -> tuple[int, int]:
@@ -177,13 +150,12 @@ def answerable(
     Positions include the answers.
     """
     given = {"max_model_len": options.max_model_len} | options.engine_args
-    lengths, bad = partition(measure(prompts, *read_limits(options.target, given)))
-    settle_bad_lines(options.prompts, bad, options.on_bad_line, progress)
+    limits = read_limits(options.target, given)
+    lengths = measure(options.prompts, prompts, *limits, options.on_bad_line, progress)
     if not lengths:
         raise PromptError(f"{options.prompts}: no prompts left; pass others.")
-    refused = {line.index for line in bad}
-    kept = [prompt for prompt in prompts if prompt.index not in refused]
-    return kept, [length.positions(options.max_tokens) for length in lengths]
+    kept = [prompt for prompt in prompts if prompt.line in lengths]
+    return kept, [length.positions(options.max_tokens) for length in lengths.values()]
 
 
 def prompts_of(options: CompareOptions, progress: Progress = SILENT) -> list[Prompt]:
@@ -193,9 +165,10 @@ def prompts_of(options: CompareOptions, progress: Progress = SILENT) -> list[Pro
     return sorted(distinct.values(), key=lambda prompt: prompt.index)[: options.limit]
 
 
-def is_document(document: Mapping[str, Any]) -> bool:
-    """Whether this is a document of this command."""
-    return {"target", "heads", "budgets", "rows", "fastest"} <= document.keys()
+def passed(document: dict[str, Any]) -> bool:
+    """Whether no token differs in float32; in other dtypes near-ties may differ."""
+    identical = all(row["identical"] for row in all_rows(document))
+    return identical or document["dtype"] != "float32"
 
 
 def all_rows(document: dict[str, Any]) -> list[dict[str, Any]]:

@@ -20,14 +20,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from vllm_medusa.offline.prompts import MESSAGES, TEXT, Message, PromptError, Text, validated
 
 CONVERSATION_KEYS = ("messages", "conversations")
-_SPEAKERS = {  # in ShareGPT, with their roles
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-}
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # of ShareGPT's speakers
 
 
 class _ShareGpt(BaseModel):
@@ -56,10 +49,8 @@ def encode_conversation(value: Any, key: str, tokenizer: Any) -> _Encoded:
 
     ``key`` is "messages" (role, content) or "conversations" (ShareGPT's from, value).
 
-    Raises:
-        PromptError: it is not a conversation, has no assistant turn, or the chat template does not
-            show which tokens the assistant generates.
-
+    Raises PromptError: it is not a conversation, has no assistant turn, or the chat template does
+    not show which tokens the assistant generates.
     """
     messages = _messages(value, key)
     answers = [place for place, m in enumerate(messages) if m["role"] == "assistant"]
@@ -100,7 +91,7 @@ def _messages(value: Any, key: str) -> list[Message]:
         messages = [message.model_dump() for message in validated(MESSAGES, value, key)]
     else:
         found = validated(_SHARE_GPT, value, key)
-        messages = [{"role": _SPEAKERS[m.speaker], "content": m.value} for m in found]
+        messages = [{"role": _ROLES.get(m.speaker, m.speaker), "content": m.value} for m in found]
     for number, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and not message["content"].strip():
             raise PromptError(f"message {number} of {key!r} is an empty assistant turn")

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.conversations import prompt_ids
 from vllm_medusa.offline.machine import available_memory
-from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError
+from vllm_medusa.offline.prompts import BadLines, Prompt, PromptError, settle_bad_lines
 
 COMPILE_FROM = 50_000  # min generated tokens; compilation takes about a minute
 ENGINE_BYTES = 3 << 29  # of vLLM's process, excluding weights and cache
@@ -41,34 +43,45 @@ class Length:
 
 
 def measure(
-    prompts: Iterable[Prompt], tokenizer: Any, room: int | None = None
-) -> Iterator[Length | BadLine]:
-    """Count each prompt's tokens.
+    path: Path,  # of the prompts
+    prompts: Iterable[Prompt],
+    tokenizer: Any,
+    room: int | None,  # max tokens before the first answer; None: unknown
+    on_bad_line: str,
+    progress: Progress = SILENT,
+) -> dict[int, Length]:
+    """Count the tokens of each line's prompt.
 
-    A prompt that the chat template refuses, or that has more than ``room`` tokens before its first
-    answer, is a bad line.
+    A prompt that the chat template refuses, or that has no room, is a bad line; see
+    `settle_bad_lines`.
     """
+    lengths: dict[int, Length] = {}
+    bad: BadLines = {}
     for prompt in prompts:
         try:
-            if prompt.turns:
-                messages = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
-                first = whole = len(prompt_ids(messages, tokenizer))
-                for turn in prompt.turns[1:]:
-                    messages.append({"role": "assistant", "content": "..."})
-                    messages.append({"role": "user", "content": turn})
-                if len(prompt.turns) > 1:
-                    whole = len(prompt_ids(messages, tokenizer))
-            else:
-                ids = prompt.token_ids or tokenizer(prompt.text, verbose=False)["input_ids"]
-                first = whole = len(ids)
+            first, length = _count(prompt, tokenizer)
+            if room is not None and first > room:
+                raise PromptError(f"{first} tokens; the target's limit before an answer is {room}")
+            lengths[prompt.line] = length
         except PromptError as error:
-            yield BadLine(prompt.index, prompt.line, str(error))
-            continue
-        if room is not None and first > room:
-            reason = f"{first} tokens; the target's limit before an answer is {room}"
-            yield BadLine(prompt.index, prompt.line, reason)
-        else:
-            yield Length(whole, max(1, len(prompt.turns)))
+            bad[prompt.line] = str(error)
+    settle_bad_lines(path, bad, on_bad_line, progress)
+    return lengths
+
+
+def _count(prompt: Prompt, tokenizer: Any) -> tuple[int, Length]:
+    """Tokens before the first answer, and of the whole prompt."""
+    if not prompt.turns:
+        ids = prompt.token_ids or tokenizer(prompt.text, verbose=False)["input_ids"]
+        return len(ids), Length(len(ids))
+    messages = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
+    first = whole = len(prompt_ids(messages, tokenizer))
+    for turn in prompt.turns[1:]:
+        messages.append({"role": "assistant", "content": "..."})
+        messages.append({"role": "user", "content": turn})
+    if len(prompt.turns) > 1:
+        whole = len(prompt_ids(messages, tokenizer))
+    return first, Length(whole, len(prompt.turns))
 
 
 @contextmanager
@@ -203,12 +216,8 @@ def plan_engine(
     """Default engine arguments.
 
     On CPUs a small job runs eagerly, which starts in seconds, and the key-value cache is just large
-    enough. On a GPU, several engines share its memory. Prefix caching is off, so
-    that rounds are comparable.
-
-    Raises:
-        ValueError: not even one text fits into the available memory.
-
+    enough. On a GPU, several engines share its memory. Prefix caching is off, so that rounds are
+    comparable. Raises ValueError: see `fit`.
     """
     import torch
 

@@ -103,11 +103,8 @@ class VllmEngine:
         """Start the engine.
 
         If requests will have seeds, prompts are never prefilled in chunks on CPUs: vLLM would
-        stop with "CPU Generator does not use offset".
-
-        Raises:
-            EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.
-
+        stop with "CPU Generator does not use offset". Raises EngineRefused: vLLM or the plugin
+        refuses the settings, or a file is missing.
         """
         import torch
         from vllm import LLM
@@ -171,14 +168,9 @@ class VllmEngine:
     def render(self, messages: list[Message]) -> list[int]:
         """See `vllm_medusa.offline.batch.Engine`."""
         try:
-            return prompt_ids(messages, self.tokenizer)
+            return prompt_ids(messages, self.llm.get_tokenizer())
         except PromptError as error:
             raise RequestRefused(str(error)) from None
-
-    @property
-    def tokenizer(self) -> Any:
-        """The target's tokenizer."""
-        return self.llm.get_tokenizer()
 
     def close(self) -> None:
         """Stop the engine and its processes."""

@@ -16,16 +16,8 @@ from vllm_medusa.offline.defaults import CHANGE_MODEL, measure, read_limits
 from vllm_medusa.offline.engine import Sampling, start_seconds, without_memory
 from vllm_medusa.offline.options import GenerateOptions, PromptJob
 from vllm_medusa.offline.process import EngineProcess
-from vllm_medusa.offline.prompts import (
-    Prompt,
-    PromptError,
-    load_prompts,
-    partition,
-    settle_bad_lines,
-)
+from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
 from vllm_medusa.offline.results import ResultLog, fingerprint
-
-# LLM arguments with which a prompt's length and limit are known to vLLM only
 
 
 @dataclass(frozen=True)
@@ -52,12 +44,7 @@ class Generated:
 
 
 def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated:
-    """Generate for every prompt that has no result yet.
-
-    Raises PromptError: unusable prompts; finished results are kept; FileRefused:
-    the output has other contents, or results of other settings; EngineRefused: vLLM or the plugin
-    refuses the settings.
-    """
+    """Generate for every prompt that has no result yet."""
     prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
     sampling = options.sampling()
     if options.speculation() is None:
@@ -126,12 +113,7 @@ def run_prompts(
 ) -> Speed | None:
     """Generate for prompts and write each one's lines as soon as it is finished.
 
-    Returns:
-        Throughput; None if nothing was left to do.
-
-    Raises:
-        PromptError: the engine refuses a prompt, without ``skip``.
-
+    Returns the throughput; None if nothing was left to do.
     """
     if log.torn_bytes:
         progress.note(f"removed an incomplete last line ({log.torn_bytes} bytes)")
@@ -150,7 +132,12 @@ def run_prompts(
         for result in engine.stream(prompts, options.batch, seed):
             written = lines(result)
             if result.error is not None and any("error" in line for line in written):
-                _report_refusal(result, options, progress)
+                source = options.prompts or "conversation"
+                message = f"{source}, line {result.prompt.line}: {result.error}"
+                if options.on_bad_line == "refuse":
+                    kept = "Finished prompts are kept. Pass --on-bad-line skip."
+                    raise PromptError(f"{message}\n{kept}")
+                progress.warn(f"skipped {message}")
             for line in written:
                 log.append(line)
             acceptance.update(result.acceptance)
@@ -158,15 +145,11 @@ def run_prompts(
             tau = f", tau {acceptance.tau:.2f}" if acceptance.tau else ""
             rate = tokens / (time.perf_counter() - start)
             progress.at("generating", done, total, f"{rate:.0f} tok/s{tau}")
-        seconds = time.perf_counter() - start
-    return Speed(tokens, seconds, acceptance.tau)
+        return Speed(tokens, time.perf_counter() - start, acceptance.tau)
 
 
 def refuse_unanswerable(options: PromptJob, prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts that the engine would refuse, perhaps after hours.
-
-    Raises PromptError: prompts that are too long, or that the chat template refuses.
-    """
+    """Refuse prompts that the engine would refuse, perhaps after hours."""
     arguments = options.llm_arguments()
     if CHANGE_MODEL & arguments.keys():
         return
@@ -175,13 +158,4 @@ def refuse_unanswerable(options: PromptJob, prompts: Sequence[Prompt]) -> None:
     except ValueError:  # vLLM can read more models
         return
     each = {prompt.line: prompt for prompt in prompts}  # without further samples
-    _, bad = partition(measure(each.values(), *limits))
-    settle_bad_lines(options.prompts, bad, options.on_bad_line, SILENT)
-
-
-def _report_refusal(result: Result, options: PromptJob, progress: Progress) -> None:
-    source = options.prompts or "conversation"
-    message = f"{source}, line {result.prompt.line}: {result.error}"
-    if options.on_bad_line == "refuse":
-        raise PromptError(f"{message}\nFinished prompts are kept. Pass --on-bad-line skip.")
-    progress.warn(f"skipped {message}")
+    measure(options.prompts, each.values(), *limits, options.on_bad_line)

@@ -58,7 +58,6 @@ class Difference:
     """First difference between candidate and baseline; ``position`` counts tokens from 0."""
 
     prompt: Prompt
-    round: int
     position: int
     baseline: int | None  # token id; None after the end
     candidate: int | None
@@ -159,9 +158,7 @@ def run_in_turn(
             for engine, timed in order:
                 timed.add(*engine.run(group, concurrency, seed))
             comparison.requests += len(group)
-            found = [
-                _difference(plain.latest[p.index], judged.latest[p.index], number) for p in group
-            ]
+            found = [_difference(plain.latest[p.index], judged.latest[p.index]) for p in group]
             comparison.differences += filter(None, found)
             progress(number * len(groups) + done, rounds * len(groups))
         for timed, (tokens, earlier) in zip((plain, judged), before, strict=True):
@@ -170,13 +167,13 @@ def run_in_turn(
     return comparison
 
 
-def _difference(right: Result, judged: Result, round: int) -> Difference | None:
+def _difference(right: Result, judged: Result) -> Difference | None:
     for a, b in zip(right.answers, judged.answers, strict=True):
         for position, (x, y) in enumerate(zip_longest(a.token_ids, b.token_ids)):
             if x != y:
                 context = (*a.prompt_token_ids, *a.token_ids[:position])
-                return Difference(right.prompt, round, position, x, y, context=context)
+                return Difference(right.prompt, position, x, y, context=context)
         if (a.finish_reason, a.stop_reason) != (b.finish_reason, b.stop_reason):
             end = len(a.token_ids)
-            return Difference(right.prompt, round, end, None, None, "finish reason")
+            return Difference(right.prompt, end, None, None, "finish reason")
     return None

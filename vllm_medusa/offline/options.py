@@ -79,10 +79,7 @@ class Speculation(Options):
 
 
 def check_speculation(config: Mapping[str, Any]) -> None:
-    """Check everything possible without the heads, before an engine starts.
-
-    Raises MedusaConfigError: an option is wrong.
-    """
+    """Check everything possible without the heads, before an engine starts."""
     from vllm_medusa.config import EagleConfig, MedusaConfig, resolve_tree  # slow
 
     if config["method"] == "medusa":

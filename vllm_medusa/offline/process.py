@@ -26,10 +26,8 @@ class EngineProcess:
         ``seeded``: runs above temperature 0 will have a seed; on CPUs ``sampling`` must then have a
         temperature above 0.
 
-        Raises:
-            EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.
-            JobFailed: the engine or its process failed; the message has the end of its log.
-
+        Raises EngineRefused: vLLM or the plugin refuses the settings, or a file is missing;
+        JobFailed: the engine or its process failed; the message has the end of its log.
         """
         self.sampling = sampling  # of later runs; may be replaced
         self.session: Callable[[Prompt], Session] = Conversation  # session type; may be replaced

@@ -21,24 +21,21 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, TypeAdapter
+from typing import Any
 
 from vllm_medusa.files import new_file
 from vllm_medusa.job import plural
 from vllm_medusa.offline.conversations import CONVERSATION_KEYS, encode_conversation, encode_text
 from vllm_medusa.offline.prompts import (
-    BadLine,
+    WRITTEN,
+    BadLines,
     PromptError,
-    Written,
     first_key,
     lines,
     parsed,
-    partition,
     read_rows,
     require_file,
     row_name,
@@ -87,7 +84,7 @@ class Record:
         return (self.index, self.request_id, self.token_ids)
 
     def to_row(self) -> dict[str, Any]:
-        """A JSON object that `read_records` reads back as the same record, except ``line``."""
+        """A JSON object that `load_records` reads back as the same record, except ``line``."""
         row = {
             "index": self.index,
             "request_id": self.request_id,
@@ -105,47 +102,34 @@ def key_of(token_ids: Sequence[int], prompt_length: int) -> str:
     return hashlib.sha256(array("q", token_ids[:end]).tobytes()).hexdigest()
 
 
-def read_records(
+def load_records(
     path: Path,
     tokenizer: Any = None,
     *,
     vocab_size: int | None = None,
     max_tokens: int | None = None,  # longer records are refused; None: no limit
-) -> Iterator[Record | BadLine]:
-    """Yield every line of a file of records, invalid ones as ``BadLine``.
+) -> tuple[list[Record], BadLines]:
+    """Read a whole file of records.
 
     Without the target's ``tokenizer``, texts and conversations are bad lines. Token ids >=
     ``vocab_size`` are refused; None: the tokenizer's size, if there is one.
 
-    Raises:
-        PromptError: there is no such file.
-
+    Returns the valid records, in an order that does not depend on the order of lines, and the bad
+    lines.
     """
     require_file(path, "records")
-    limit = _LARGEST_VOCABULARY if tokenizer is None else len(tokenizer)
+    if vocab_size is None:
+        vocab_size = _LARGEST_VOCABULARY if tokenizer is None else len(tokenizer)
 
     def parse(raw: bytes, index: int, line: int) -> Record:
         record = _from_row(parsed(raw), index, line, tokenizer)
-        _check(record, limit if vocab_size is None else vocab_size)
+        _check(record, vocab_size)
         if max_tokens is not None and len(record.token_ids) > max_tokens:
             raise PromptError(f"{len(record.token_ids)} tokens; at most {max_tokens} are allowed")
         return record
 
-    yield from read_rows(lines(path), parse)
-
-
-def load_records(
-    path: Path, tokenizer: Any = None, **limits: Any
-) -> tuple[list[Record], list[BadLine]]:
-    """Read a whole file; see `read_records`.
-
-    Returns:
-        The valid records, in an order that does not depend on the order of lines, and
-        the bad lines.
-
-    """
-    records, bad = partition(read_records(path, tokenizer, **limits))
-    return sorted(records, key=lambda r: r.order), bad
+    records, bad = read_rows(lines(path), parse)
+    return sorted(records, key=lambda record: record.order), bad
 
 
 def digest_of(records: Iterable[Record]) -> str:
@@ -160,7 +144,7 @@ def digest_of(records: Iterable[Record]) -> str:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Write records for `read_records`; an existing file is replaced as a whole."""
+    """Write records for `load_records`; an existing file is replaced as a whole."""
     with new_file(path) as file:
         for record in records:
             file.write(json.dumps(record.to_row()) + "\n")
@@ -172,13 +156,8 @@ def split_heldout(records: Iterable[Record], share: float) -> tuple[list[Record]
     The choice depends only on the prompts' contents, and two shares of the same records are
     nested. A share above 0 holds out at least one prompt.
 
-    Returns:
-        The records to train on and the held-out ones, each sorted by index.
-
-    Raises:
-        ValueError: the share is out of bounds, or there are too few prompts for both
-            sides.
-
+    Returns the records to train on and the held-out ones, each sorted by index. Raises ValueError:
+    there are too few prompts for both sides.
     """
     if not 0 <= share < 1:
         raise ValueError(f"the held-out share is {share}; it must be at least 0 and below 1.")
@@ -197,19 +176,6 @@ def split_heldout(records: Iterable[Record], share: float) -> tuple[list[Record]
     return train, [record for key, record in keyed if key in chosen]
 
 
-class _Row(Written):
-    """A line of `vllm-medusa distill`."""
-
-    index: NonNegativeInt | None = None
-    temperature: NonNegativeFloat | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    group: Annotated[str, Field(min_length=1)] | None = None
-
-
-_ROW = TypeAdapter(_Row)
-
-
 def _from_row(row: Any, index: int, line: int, tokenizer: Any) -> Record:
     name = row_name(row, index)
     if "error" in row:
@@ -221,7 +187,7 @@ def _from_row(row: Any, index: int, line: int, tokenizer: Any) -> Record:
                 "no key 'generated', the spans generated by the target; results of "
                 "`vllm-medusa generate` lack their prompts: `vllm-medusa distill` writes records"
             )
-        found = dict(validated(_ROW, dict(row)))
+        found = dict(validated(WRITTEN, dict(row)))
         ids = tuple(found.pop("token_ids"))
         spans = tuple((start, end) for start, end in found.pop("generated"))
         own = found.pop("index")
@@ -235,13 +201,13 @@ def _from_row(row: Any, index: int, line: int, tokenizer: Any) -> Record:
     return Record(index, line, name, ids, spans)
 
 
-def _check(record: Record, limit: int) -> None:
+def _check(record: Record, vocab_size: int) -> None:
     """Refuse token ids outside the vocabulary and invalid spans."""
     ids, before = record.token_ids, 0
-    if wrong := [(place, token) for place, token in enumerate(ids) if not 0 <= token < limit]:
+    if wrong := [(place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size]:
         raise PromptError(
             f"token_ids[{wrong[0][0]}] is {wrong[0][1]}, outside the vocabulary (from 0 to "
-            f"{limit - 1}); was the record made with another target?"
+            f"{vocab_size - 1}); was the record made with another target?"
         )
     if not record.generated:
         raise PromptError("no generated span: there is nothing to train on")

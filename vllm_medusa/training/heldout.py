@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_medusa.offline.prompts import BadLine
+from vllm_medusa.offline.prompts import BadLines
 from vllm_medusa.offline.records import Record, load_records, split_heldout, write_records
 
 MIN_PROMPTS = 8  # min prompts held out, but at most half of them
@@ -22,7 +22,7 @@ class Split(NamedTuple):
 
     prompts: list[int]
     tokens: list[int]  # generated
-    bad: list[BadLine]
+    bad: BadLines
     disjoint: bool  # whether no prompt is in both the last two files
 
 

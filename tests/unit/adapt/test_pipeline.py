@@ -13,12 +13,12 @@ from vllm_medusa.adapt import pipeline, plan, report, stages
 from vllm_medusa.adapt.options import AdaptOptions, DrafterOptions
 from vllm_medusa.adapt.pipeline import count_stages, run_stages, split_texts
 from vllm_medusa.adapt.plan import Plan, written_by_adapt
-from vllm_medusa.adapt.stages import StageFailed, WorkFolder
+from vllm_medusa.adapt.stages import WorkFolder
 from vllm_medusa.files import digest, read_json, write_json
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
 from vllm_medusa.job import JobFailed
 from vllm_medusa.offline.defaults import EnginePlan
-from vllm_medusa.training.options import StepOptions
+from vllm_medusa.training.options import StepOptions, TextFiles
 from vllm_medusa.training.train import Trained
 
 TREE = [[0], [1], [0, 0], [2]]
@@ -53,7 +53,7 @@ class Run:
         files = {"prompts": self.folder / "prompts.jsonl", "output": self.folder / "heads"}
         options = AdaptOptions(target="target", **files, **more)
         engine = EnginePlan({"kv_cache_memory_bytes": self.cache}, self.batch)
-        return Plan(options, {"sha256": "f" * 64}, 9, "a" * 64, engine)
+        return Plan(options, {"sha256": "f" * 64}, "a" * 64, engine)
 
     def run(self, *, publish: bool = False, **more: Any) -> dict[str, Path]:
         """Run all stages; returns the folder of each."""
@@ -69,9 +69,8 @@ class Run:
             report.publish(plan, self.document, work.finished)
         return {name: stage.folder for name, stage in work.finished.items()}
 
-    def job(self, run, received, progress, *, log):
+    def job(self, job, options, progress, *, log, command):
         """Replaces `run_in_process`."""
-        _, options, _ = received
         here = log.parent
         name = here.name.rpartition("-")[0]
         self.called.append(name)
@@ -105,8 +104,8 @@ class Run:
 
     def _tree(self, here: Path) -> None:
         source = {"tokens_per_step": [1.3, 1.5, 1.6, 1.7], "tokens_per_step_heldout": None}
-        write_json(here / "tree.json", {"tree": TREE, "source": source})
-        (here / "tree.png").write_bytes(b"picture")
+        made = {"tree": TREE, "tree_source": source, "provenance": {"by": "tree"}}
+        update_config(here / "heads", **made)
 
     def _compare(self, here: Path) -> None:
         machine = {"cpu": "c", "cores": 2, "memory_gb": 8, "load_average_at_start": 0, "gpus": []}
@@ -133,7 +132,7 @@ ALL = ["check", "distill", "split", "train", "calibrate", "tree", "compare"]
 def test_only_an_interrupted_stage_runs_again(adapt, name):
     adapt.failing = [name] * 2
     for begun in (ALL[: ALL.index(name) + 1], [name]):
-        with pytest.raises(StageFailed, match=f"^{name}: killed"):
+        with pytest.raises(JobFailed, match=f"^{name}: killed"):
             adapt.run()
         assert adapt.called == begun
     folders = adapt.run()
@@ -144,10 +143,11 @@ def test_only_an_interrupted_stage_runs_again(adapt, name):
     assert adapt.called == []
     noted = read_json(folders["train"] / "done.json")["outputs"]
     assert {file: digest(folders["train"] / file) for file in noted} == noted
-    calibrated = folders["calibrate"] / "heads"
-    by = [entry["by"] for entry in peek_heads(calibrated).config["medusa"]["provenance"]]
-    assert by == ["calibrate"], "once, and in a separate copy"
-    assert len(os.listdir(calibrated)) == 3
+    for stage, expected in (("calibrate", ["calibrate"]), ("tree", ["calibrate", "tree"])):
+        heads = folders[stage] / "heads"
+        by = [entry["by"] for entry in peek_heads(heads).config["medusa"]["provenance"]]
+        assert by == expected, "once, and in a separate copy"
+        assert len(os.listdir(heads)) == 3
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,7 @@ def test_later_stages_use_earlier_results(adapt):
     assert received["train"].files.heldout == folders["split"] / "calibration.jsonl"
     assert received["calibrate"].data == folders["split"] / "calibration.jsonl"
     assert received["compare"].prompts == folders["split"] / "measurement.jsonl"
-    assert received["compare"].heads == str(folders["calibrate"] / "heads")
-    assert received["compare"].speculative_config == {"tree": str(folders["tree"] / "tree.json")}
+    assert received["compare"].heads == str(folders["tree"] / "heads")
     assert received["tree"].num_draft_tokens == max(received["compare"].budgets) == 16
     assert received["distill"].engine_args == {"kv_cache_memory_bytes": 1 << 30}
     assert received["distill"].batch == 64
@@ -194,15 +193,15 @@ def test_a_drafter_of_another_kind(adapt, drafter, stages):
     assert ("builds its trees itself" in page) == (drafter == "eagle3")
     if drafter == "eagle3":
         assert adapt.received["compare"].heads == str(folders["train"] / "heads")
-        assert adapt.received["compare"].speculative_config == {}
 
 
 def test_a_degraded_target_fails_the_stage_with_its_figures(tmp_path, monkeypatch):
     recorded = {"method": "medusa-2", "degraded": True, "shortfalls": ["KL is 0.3"]}
     trained = Trained(tmp_path / "heads", recorded)
     monkeypatch.setattr("vllm_medusa.training.train.train", lambda *_: trained)
+    files = TextFiles(data=tmp_path, output=tmp_path / "heads")
     with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is in .*-degraded"):
-        pipeline.train_unharmed(Run(tmp_path).plan().options.train_options())
+        pipeline.train_unharmed(Run(tmp_path).plan().options.train_options(files))
 
 
 @pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])
@@ -224,7 +223,7 @@ def test_the_output_contains_heads_and_their_figures(adapt):
     assert info.tree == TREE[:3] and len(info.taus) == 3
     medusa = info.config["medusa"]
     assert medusa["measured"]["fastest"] == 3
-    assert [entry.get("by") for entry in medusa["provenance"]] == ["calibrate", None]
+    assert [entry.get("by") for entry in medusa["provenance"]] == ["calibrate", "tree", None]
     assert (output / "calibration.safetensors").read_bytes() == b"observations"
     assert written_by_adapt(output) == adapt.plan(training=StepOptions(seed=3), budgets=(1, 3)).key
     page = (output / "report.md").read_text()

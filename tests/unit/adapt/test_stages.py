@@ -6,9 +6,9 @@ from support import jobs
 from support.jobs import CopyOptions
 from support.recorded_progress import RecordingProgress
 
-from vllm_medusa.adapt.stages import StageFailed, WorkFolder
+from vllm_medusa.adapt.stages import WorkFolder
 from vllm_medusa.files import FileRefused
-from vllm_medusa.job import SILENT
+from vllm_medusa.job import SILENT, JobFailed
 
 
 class Work:
@@ -26,7 +26,7 @@ class Work:
         recorded = RecordingProgress()
         with self.patch.context() as patch:
             if not real:
-                here = lambda run, arguments, progress, log: run(arguments, progress)  # noqa: E731
+                here = lambda job, options, progress, log, command: job(options, progress)  # noqa: E731
                 patch.setattr("vllm_medusa.adapt.stages.run_in_process", here)
             try:
                 with WorkFolder(self.folder, 1, recorded, inputs) as work:
@@ -78,7 +78,7 @@ def test_a_stage_with_a_changed_result_runs_again(work, name, left):
 
 def test_a_refusal_names_the_log_and_is_not_a_result(work, tmp_path):
     moved = work.data.rename(tmp_path / "elsewhere.json")
-    with pytest.raises(StageFailed, match=r"copy: .*data\.json(.|\n)*log\.txt") as failure:
+    with pytest.raises(JobFailed, match=r"copy: .*data\.json(.|\n)*log\.txt") as failure:
         work.copy(real=True)
     assert failure.value.status == 2
     moved.rename(work.data)
@@ -91,7 +91,7 @@ def test_a_refusal_names_the_log_and_is_not_a_result(work, tmp_path):
     [(jobs.broken, "copy: ", 3), (jobs.copy, r"not write out\.json", 1)],
 )
 def test_a_job_that_fails_or_leaves_nothing(work, tmp_path, job, message, status):
-    with pytest.raises(StageFailed, match=message) as failure:
+    with pytest.raises(JobFailed, match=message) as failure:
         work.copy(job=job, to=tmp_path / "lost.json")
     assert failure.value.status == status
 

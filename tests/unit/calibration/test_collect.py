@@ -90,7 +90,7 @@ def test_only_labeled_positions_are_collected(tmp_path):
 def test_ranks_do_not_depend_on_the_batches(kind, tmp_path):
     texts = random_texts()
     model, heads = Causal(), make_heads(kind)
-    observations, fits = observed(texts, tmp_path, model, kind)
+    observations, fitted = observed(texts, tmp_path, model, kind)
     alone, _ = observed(texts, tmp_path, model, kind, batch_tokens=1)
     assert np.array_equal(observations.ranks, alone.ranks)
     for rows, (number, first, stop) in zip(
@@ -109,7 +109,7 @@ def test_ranks_do_not_depend_on_the_batches(kind, tmp_path):
             rank = (logits[:, head] > own[:, None]).sum(1).masked_fill(~there, MISSED)
             assert np.array_equal(rows[:, head], rank.numpy())
     assert (observations.ranks == MISSED).any() == (kind == "hydra")
-    assert all(fit is not None and fit.fitted_nll <= fit.nll + 1e-6 for fit in fits)
+    assert all(fitted)
 
 
 def test_a_finished_text_is_used_to_its_end(tmp_path):
@@ -165,7 +165,6 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     resumed, resumed_fits = observed(texts, tmp_path, again)
     assert (first.calls, again.calls) == (2, batches - 2)
     assert np.array_equal(resumed.ranks, whole.ranks)
-    assert np.array_equal(resumed.confidences, whole.confidences)
     assert resumed_fits == fits
     other = Causal()
     observed(texts, tmp_path, other, of="others")
@@ -180,7 +179,7 @@ def test_a_partial_batch_is_computed_again(kept, tmp_path):
     batch.write_bytes(batch.read_bytes()[:kept])
     resumed, _ = observed(texts, tmp_path, again := Causal())
     assert first.calls > again.calls == 1
-    assert np.array_equal(resumed.confidences, whole.confidences)
+    assert np.array_equal(resumed.ranks, whole.ranks)
 
 
 def test_texts_too_short_for_the_heads_are_refused(tmp_path):

@@ -15,10 +15,10 @@ def sample(lengths=(3, 5), temperatures=(0.8, np.nan)):
 def test_saved_observations_are_loaded(tmp_path):
     sample().save(tmp_path)
     back = Observations.load(tmp_path)
-    for name in ("ranks", "confidences", "offsets", "temperatures", "prompts"):
+    for name in ("ranks", "offsets", "temperatures", "prompts"):
         assert np.array_equal(getattr(back, name), getattr(sample(), name), equal_nan=True)
         assert getattr(back, name).dtype == getattr(sample(), name).dtype
-    assert back.source == {"heads": "abc"}
+    assert back.source == {"heads": "abc"} and back.num_ranks == sample().num_ranks
     assert [len(text) for text in back.texts()] == [3, 5]
     assert back.texts([1])[0][0].tolist() == [6, 7]
     assert [file.name for file in tmp_path.iterdir()] == [FILE]

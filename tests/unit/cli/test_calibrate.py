@@ -39,11 +39,10 @@ def records(tmp_path_factory):
 
 
 def test_from_records_to_a_tree_that_serving_uses(heads, records, capsys):
-    drawn, out = heads.parent / "tree.png", heads.parent / "tree.json"
     before = json.loads((heads / "config.json").read_text())
     assert run("calibrate", TARGET, heads, "--data", records) == 0
     shown = capsys.readouterr().out
-    for words in ("4 texts", "temperature 0.8", "ECE", "reached", "tokens per step"):
+    for words in ("4 texts", "temperature 0.8", "fitted T", "reached", "tokens per step"):
         assert words in shown
     observations = Observations.load(heads)
     assert observations.num_texts == 4 and observations.prompts.tolist() == [0, 0, 1, 1]
@@ -58,15 +57,13 @@ def test_from_records_to_a_tree_that_serving_uses(heads, records, capsys):
     assert entry["data"] == summary["source"]["data"]
     assert config["medusa"]["tree"] == before["medusa"]["tree"], "only `tree` writes it"
 
-    arguments = ["tree", heads, "-n", 9, "--draw", drawn, "--output", out]
-    assert run(*arguments) == 0
+    assert run("tree", heads, "-n", 9) == 0
     shown = capsys.readouterr().out
     served = '"tree": "heads" serves it'
     for words in ("held out", "nodes", "root", served):
         assert words in shown
-    assert drawn.stat().st_size > 10_000
     tree = peek_heads(heads).tree
-    assert tree is not None and len(tree) == 9 and tree == json.loads(out.read_text())["tree"]
+    assert tree is not None and len(tree) == 9
     medusa = json.loads((heads / "config.json").read_text())["medusa"]
     assert len(medusa["tree_tokens_per_step"]) == 9 == len(medusa["tree_source"]["tokens_per_step"])
     assert medusa["calibration"] == summary

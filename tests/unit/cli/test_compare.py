@@ -43,7 +43,7 @@ def arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "EngineProcess", Engine)
     monkeypatch.setattr(Engine, "started", [])
     monkeypatch.setattr(comparison, "answerable", lambda _, prompts, __: (prompts, [99]))
-    monkeypatch.setattr(TargetSizes, "of", lambda *_: TargetSizes(250, 1000, 10, None))
+    monkeypatch.setattr(TargetSizes, "of", lambda *_: TargetSizes(500, 1000, 10, None))
     heads = MedusaHeads(3, 1, 8, 16, num_lm_heads=0, dtype=torch.float32)
     tree = [[0], [1], [0, 0], [2], [0, 1], [0, 0, 0]]
     save_heads(tmp_path / "heads", heads, {"tree": tree})

@@ -48,7 +48,7 @@ def test_inspect_describes_it_and_checks_that_it_fits(command, tmp_path):
         "num_lm_heads         0\n",
         "parameters           986880\n",
         "12 draft nodes",
-        "|- 0",
+        "── 0",
         "vllm-medusa convert",
         "ok fingerprint",
         f"{TARGET}: it fits\n",
@@ -71,15 +71,14 @@ def test_heads_are_not_a_target(command, tmp_path, form):
 
 
 def test_inspect_of_a_target_and_of_neither(command, tmp_path):
-    status, out, _ = command("inspect", TARGET)
-    assert status == 2
-    assert "a target model, not heads" in out
-    assert "LlamaForCausalLM" in out
+    status, out, err = command("inspect", TARGET)
+    assert (status, out) == (2, "")
+    assert "Is this the target model?" in err
     status, out, err = command("inspect", tmp_path)
     assert (status, out) == (2, "")
     assert "error:" in err
     status, out, _ = command("inspect", tmp_path, "--json")
-    assert (status, json.loads(out)["target"]) == (2, None)
+    assert status == 2 and json.loads(out)["error"]
     (tmp_path / "config.json").write_text("{}")
     status, out, err = command("inspect", HEADS, "--target", tmp_path)
     assert (status, out) == (2, "") and str(tmp_path) in "".join(err.split("\n"))

@@ -32,7 +32,7 @@ def test_records_and_their_origin(prompts, tmp_path, engine, capfd):
     options = ("--samples", 3, "--temperature", 0.5, 1.0, "--seed", 9, "--top-p", 0.9)
     assert run("-i", prompts, "-o", out, *options, "--max-tokens", 50) == 0
     records, bad = load_records(out)
-    assert bad == [] and len(records) == 21
+    assert not bad and len(records) == 21
     assert [r.request_id for r in records[1:8:2]] == ["p0#0", "p0#1", "p0#2", "1#1"]
     assert [r.temperature for r in records[1:8:2]] == [0.5, 1.0, 0.5, 1.0]
     assert [r.index for r in records[:8]] == [0, 1, 2, 3, 4, 5, 6, 8], "two indices per text"

@@ -8,7 +8,7 @@ from vllm_medusa.offline.defaults import COMPILE_FROM, ENGINE_BYTES, TargetSizes
 
 GB = 10**9
 # 30 layers of 3 key-value heads of 64 values in bfloat16, as SmolLM2-135M has them
-SMOL = TargetSizes(134_500_000, weights=269_000_000, per_token=2 * 30 * 3 * 64 * 2, positions=8192)
+SMOL = TargetSizes(134_500_000, 269_000_000, per_token=2 * 30 * 3 * 64 * 2, positions=8192)
 CHATS = [600] * 339 + [1900]  # one long text among short prompts
 
 

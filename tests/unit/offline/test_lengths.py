@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from vllm_medusa.offline import defaults
 from vllm_medusa.offline.defaults import Length
-from vllm_medusa.offline.prompts import BadLine, Prompt
+from vllm_medusa.offline.prompts import Prompt, PromptError
 
 DEMO = Path(TARGET)
 TEMPLATE = (
@@ -24,8 +24,10 @@ def tokenizer():
     return found
 
 
-def measure(tokenizer, *prompts: Prompt) -> list[Length | BadLine]:
-    return list(defaults.measure(prompts, tokenizer))
+def measure(tokenizer, *prompts: Prompt, room: int | None = None) -> list[Length]:
+    found = defaults.measure(Path("p"), prompts, tokenizer, room, "refuse")
+    assert list(found) == [prompt.line for prompt in prompts]
+    return list(found.values())
 
 
 def test_lengths_are_in_tokens_not_bytes(tokenizer) -> None:
@@ -41,16 +43,15 @@ def test_a_conversation_is_rendered_and_each_turn_is_answered(tokenizer) -> None
     rendered = tokenizer("<user>def f():\n<a>", add_special_tokens=False)["input_ids"]
     assert first.whole == len(rendered) < length.whole
     assert length.positions(100) == length.whole + 200
-    (bad,) = defaults.measure([two], tokenizer, room=first.whole - 1)
-    assert f"{first.whole} tokens; the target's limit" in bad.reason
+    with pytest.raises(PromptError, match=f"line 2: {first.whole} tokens; the target's limit"):
+        measure(tokenizer, two, room=first.whole - 1)
     tokenizer.chat_template = None
     (plain,) = measure(tokenizer, one)
     assert plain.whole == len(tokenizer("def f():")["input_ids"])
 
 
 def test_conversations_refused_by_the_template_are_invalid(tokenizer) -> None:
-    good, bad = measure(tokenizer, Prompt(0, 1, "0", text="x"), Prompt(1, 7, "1", turns=("bad",)))
-    assert isinstance(good, Length)
-    assert isinstance(bad, BadLine)
-    assert bad.line == 7
-    assert "refuses the conversation: no" in bad.reason
+    good, bad = Prompt(0, 1, "0", text="x"), Prompt(1, 7, "1", turns=("bad",))
+    with pytest.raises(PromptError, match=r"line 7: .* refuses the conversation: no"):
+        measure(tokenizer, good, bad)
+    assert list(defaults.measure(Path("p"), [good, bad], tokenizer, None, "skip")) == [1]

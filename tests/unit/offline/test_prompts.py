@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_prompts
+from vllm_medusa.offline.prompts import Prompt, PromptError, read_prompts
 
 
 def write(path: Path, text: str) -> Path:
@@ -15,7 +15,7 @@ def write(path: Path, text: str) -> Path:
 
 def test_text_lines_are_completions_and_blank_lines_only_count_as_lines(tmp_path):
     path = write(tmp_path / "p.txt", "first\n\n   \n  second \r\nlast")
-    assert list(read_prompts(path)) == [
+    assert read_prompts(path)[0] == [
         Prompt(0, 1, "0", text="first"),
         Prompt(1, 4, "1", text="  second "),
         Prompt(2, 5, "2", text="last"),
@@ -30,7 +30,7 @@ def test_json_lines_of_all_three_kinds(tmp_path):
         {"messages": [system, {"role": "user", "content": "Hi"}], "request_id": "r"},
     ]
     path = write(tmp_path / "p.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
-    assert list(read_prompts(path)) == [
+    assert read_prompts(path)[0] == [
         Prompt(0, 1, "a", text="def f("),
         Prompt(1, 2, "81", turns=("Write.", "Rewrite.")),
         Prompt(2, 3, "r", history=(system,), turns=("Hi",)),
@@ -59,11 +59,10 @@ BAD = [
 @pytest.mark.parametrize(("line", "reason"), BAD)
 def test_an_invalid_line_is_reported_and_the_rest_is_read(tmp_path, line, reason):
     path = write(tmp_path / "p.jsonl", f'{{"prompt": "a"}}\n\n{line}\n{{"prompt": "b"}}\n')
-    first, bad, last = read_prompts(path)
-    assert isinstance(bad, BadLine)
-    assert (bad.index, bad.line) == (1, 3)
-    assert reason in bad.reason
-    assert (first, last) == (Prompt(0, 1, "0", text="a"), Prompt(2, 4, "2", text="b"))
+    prompts, bad = read_prompts(path)
+    assert list(bad) == [3]
+    assert reason in bad[3]
+    assert prompts == [Prompt(0, 1, "0", text="a"), Prompt(2, 4, "2", text="b")]
 
 
 @pytest.fixture
@@ -80,16 +79,15 @@ def parquet(tmp_path):
 def test_parquet_reads_as_json_lines_do(tmp_path, parquet):
     rows = [{"id": f"r{i}", "turns": [f"q{i}", "and?"], "note": "x"} for i in range(3)]
     jsonl = write(tmp_path / "p.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
-    assert list(read_prompts(parquet(rows))) == list(read_prompts(jsonl))
+    assert read_prompts(parquet(rows)) == read_prompts(jsonl)
 
 
 def test_a_column_is_chosen_by_name(parquet):
     path = parquet([{"prompt": "no", "body": "yes"}, {"prompt": "no", "body": None}])
-    good, bad = read_prompts(path, column="body")
-    assert isinstance(good, Prompt) and good.text == "yes"
-    assert isinstance(bad, BadLine) and bad.line == 2
-    (bad, _) = read_prompts(path, column="nope")
-    assert isinstance(bad, BadLine) and "no key 'nope'; the keys are 'prompt', 'body'" in bad.reason
+    (good,), bad = read_prompts(path, column="body")
+    assert good.text == "yes" and list(bad) == [2]
+    _, bad = read_prompts(path, column="nope")
+    assert "no key 'nope'; the keys are 'prompt', 'body'" in bad[1]
 
 
 def test_unreadable_files_name_the_remedy(tmp_path):
@@ -102,12 +100,11 @@ def test_unreadable_files_name_the_remedy(tmp_path):
         (table, {}, "not a Parquet file"),
     ):
         with pytest.raises(PromptError, match=words):
-            list(read_prompts(path, **options))
+            read_prompts(path, **options)
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=8))
 def test_any_text_survives_json_lines(tmp_path_factory, texts):
     path = tmp_path_factory.mktemp("any") / "p.jsonl"
     write(path, "".join(json.dumps({"prompt": t}, ensure_ascii=False) + "\n" for t in texts))
-    read = list(read_prompts(path))
-    assert [r.text for r in read if isinstance(r, Prompt)] == texts
+    assert [prompt.text for prompt in read_prompts(path)[0]] == texts

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 from support import chat
 
-from vllm_medusa.offline.prompts import BadLine
 from vllm_medusa.offline.records import (
     Record,
     digest_of,
     load_records,
-    read_records,
     split_heldout,
     write_records,
 )
@@ -30,9 +28,8 @@ GOOD = {"index": 4, "request_id": "a", "token_ids": [5, 6, 7, 8], "generated": [
 def test_the_native_form(tmp_path):
     more = {"temperature": 1, "seed": 3, "finish_reason": "stop", "text": "x"}
     path = write(tmp_path / "r.jsonl", GOOD | more, {**GOOD, "index": 0, "temperature": None})
-    first, second = read_records(path, vocab_size=9)
+    (second, first), _ = load_records(path, vocab_size=9)
     assert first == Record(4, 1, "a", (5, 6, 7, 8), ((1, 2), (2, 4)), 1.0)
-    assert isinstance(first, Record)
     assert first.num_generated == 3
     assert second == Record(0, 2, "a", (5, 6, 7, 8), ((1, 2), (2, 4)), None)
 
@@ -43,7 +40,7 @@ def test_records_are_written_as_read(tmp_path):
     records, bad = load_records(path)
     assert not bad and [r.truncated for r in records] == [True, False]
     write_records(tmp_path / "again.jsonl", records)
-    assert load_records(tmp_path / "again.jsonl") == (records, [])
+    assert load_records(tmp_path / "again.jsonl") == (records, {})
 
 
 def test_the_digest_covers_all_training_data():
@@ -74,7 +71,7 @@ def test_all_formats_in_one_file(tmp_path):
         {"text": "import os\n"},
     )
     tokenizer = chat.tokenizer(chat.CHATML)
-    records = [r for r in read_records(path, tokenizer) if isinstance(r, Record)]
+    records = sorted(load_records(path, tokenizer)[0], key=lambda record: record.line)
     places = [(r.index, r.line, r.request_id) for r in records]
     assert places == [(4, 1, "a"), (1, 3, "m"), (2, 4, "2"), (3, 5, "3")]
     assert records[1].token_ids == records[2].token_ids
@@ -119,20 +116,19 @@ BAD = [
 @pytest.mark.parametrize(("row", "reason"), BAD)
 def test_errors_state_line_and_reason(tmp_path, row, reason):
     path = write(tmp_path / "r.jsonl", GOOD, b"", row, GOOD)
-    good, bad, last = read_records(path, vocab_size=9, max_tokens=6)
-    assert isinstance(bad, BadLine)
-    assert (bad.index, bad.line) == (1, 3)
-    assert reason in bad.reason
-    assert isinstance(good, Record) and isinstance(last, Record)
+    records, bad = load_records(path, vocab_size=9, max_tokens=6)
+    assert list(bad) == [3]
+    assert reason in bad[3]
+    assert [record.line for record in records] == [1, 4]
 
 
 def test_the_tokenizer_bounds_the_vocabulary(tmp_path):
     tokenizer = chat.tokenizer(None)
     path = write(tmp_path / "r.jsonl", GOOD | {"token_ids": [1, 2, 3, len(tokenizer)]})
-    (bad,) = read_records(path, tokenizer)
-    assert isinstance(bad, BadLine) and "outside the vocabulary" in bad.reason
-    (good,) = read_records(path, tokenizer, vocab_size=len(tokenizer) + 1)  # a padded embedding
-    assert isinstance(good, Record)
+    _, bad = load_records(path, tokenizer)
+    assert "outside the vocabulary" in bad[1]
+    _, bad = load_records(path, tokenizer, vocab_size=len(tokenizer) + 1)  # a padded embedding
+    assert not bad
 
 
 def rows(prompts: int, samples: int) -> list[dict[str, Any]]:
@@ -153,7 +149,7 @@ def test_the_order_of_the_lines_makes_no_difference(tmp_path):
     tidy, _ = load_records(write(tmp_path / "a.jsonl", *made))
     random.Random(1).shuffle(made)
     shuffled, bad = load_records(write(tmp_path / "b.jsonl", *made, {"token_ids": []}))
-    assert [b.line for b in bad] == [61]
+    assert list(bad) == [61]
     plain = [[(r.index, r.token_ids) for r in records] for records in (tidy, shuffled)]
     assert plain[0] == plain[1]
     sides = [
