@@ -34,18 +34,9 @@ def test_forms(value, tree):
 @pytest.mark.parametrize("name", ["tree.json", "tree.txt"])
 def test_files(tmp_path, name):
     file, paths = tmp_path / name, [[0], [0, 0], [1]]
-    for content in (paths, {"paths": paths}, {"tree": paths, "source": "measured"}):
+    for content in (paths, {"paths": paths, "source": "a"}, {"tree": paths, "source": "b"}):
         file.write_text(json.dumps(content))
         assert read_tree(file) == read_tree(str(file)) == SMALL
-
-
-def test_preset_files_can_be_read_by_path(tmp_path):
-    """A user copies a preset to edit it."""
-    from importlib import resources
-
-    text = (resources.files("vllm_medusa.tree") / "presets" / "zephyr_stage2.json").read_text()
-    (tmp_path / "mine.json").write_text(text)
-    assert read_tree(tmp_path / "mine.json") == load_preset("zephyr_stage2")
 
 
 @pytest.mark.parametrize(
