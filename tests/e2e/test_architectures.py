@@ -31,8 +31,6 @@ TINY_WINDOW = 5  # a leaf sees itself, its four ancestors and no context
 
 @dataclass(frozen=True)
 class Model:
-    """A transformers architecture, and its special features."""
-
     architecture: str
     changes: dict[str, Any] = field(default_factory=dict)
     hidden: int = 64

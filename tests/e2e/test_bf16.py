@@ -31,8 +31,6 @@ Prompts = Sequence[list[int]]
 
 @dataclass(frozen=True)
 class Plain:
-    """Plain vLLM's tokens and logprobs."""
-
     prompts: Prompts
     outputs: list[tuple[int, ...]]
     logprobs: list[list[dict[int, Any]]]  # of the best few tokens, per request

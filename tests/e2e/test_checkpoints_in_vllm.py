@@ -1,14 +1,13 @@
-"""Every format of heads in real vLLM: plain vLLM's tokens, and the acceptance of trained heads.
+"""Other forms of heads in real vLLM: plain vLLM's tokens, and the acceptance of trained heads.
 
-The test model's heads are written in each format. Equal heads must accept the same
-drafts in every step; a tensor in the wrong place would not.
+Equal heads must accept the same drafts in every step; a tensor in the wrong place would not. That
+every format is read as the same heads is tested in `unit/heads/test_checkpoint.py`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,51 +40,13 @@ def lm_head() -> Tensor:
     return load_file(Path(TARGET) / "model.safetensors")["model.embed_tokens.weight"]  # tied
 
 
-def v2() -> Tensors:
-    names = {
-        f"blocks.{h}.layers.{layer}.{kind}": f"{h}.{layer}.linear.{kind}"
-        for h in range(NUM_HEADS)
-        for layer in range(NUM_LAYERS)
-        for kind in ("weight", "bias")
-    }
-    return {names[name]: tensor for name, tensor in blocks().items()}
-
-
 def v1() -> Tensors:
-    return v2() | {f"{h}.{NUM_LAYERS}.weight": lm_head().clone() for h in range(NUM_HEADS)}
-
-
-def write(folder: Path, file: str, tensors: Tensors, config: dict[str, Any] | None = None) -> str:
-    folder.mkdir()
-    if file.endswith(".pt"):
-        torch.save(tensors, folder / file)
-    else:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / file)
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def v1_pt(folder: Path) -> str:
-    wrong = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "x/y"}
-    return write(folder, "medusa_lm_head.pt", v1(), wrong)  # wrong numbers, as published
-
-
-def v2_file(folder: Path) -> str:
-    """The path of the file itself, not of its folder."""
-    return write(folder, "medusa_lm_head.safetensors", v2()) + "/medusa_lm_head.safetensors"
-
-
-SAME = [v1_pt, v2_file]
-
-
-def vllm_small_token_map(folder: Path) -> str:
-    """The most frequent tokens; the heads never draft others."""
-    kept = torch.arange(0, 500)
-    mine = {"token_map": kept} | {
-        f"lm_heads.{h}.weight": lm_head()[kept].clone() for h in range(NUM_HEADS)
-    }
-    return write(folder, "model.safetensors", blocks() | mine)
+    """In the reference's names, with LM heads."""
+    tensors = {f"{h}.{NUM_LAYERS}.weight": lm_head().clone() for h in range(NUM_HEADS)}
+    for name, tensor in blocks().items():
+        _, head, _, layer, kind = name.split(".")
+        tensors[f"{head}.{layer}.linear.{kind}"] = tensor
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -118,15 +79,12 @@ def test_the_heads_predict(reference: Reference, expected: Steps) -> None:
     assert mean(expected) > 0.5
 
 
-@pytest.mark.parametrize("save", SAME, ids=lambda save: save.__name__)
-def test_same_heads(
-    reference: Reference, expected: Steps, tmp_path: Path, save: Callable[[Path], str]
-) -> None:
-    assert steps_with(reference, {"model": save(tmp_path / "heads")}) == expected
-
-
 def test_a_small_draft_vocabulary(reference: Reference, expected: Steps, tmp_path: Path) -> None:
-    found = steps_with(reference, {"model": vllm_small_token_map(tmp_path / "heads")})
+    """The most frequent tokens; the heads never draft others."""
+    kept = torch.arange(0, 500)
+    rows = {f"lm_heads.{h}.weight": lm_head()[kept].clone() for h in range(NUM_HEADS)}
+    save_file(blocks() | rows | {"token_map": kept}, tmp_path / "model.safetensors")
+    found = steps_with(reference, {"model": str(tmp_path)})
     assert found != expected and mean(found) > 0.1
 
 

@@ -53,7 +53,6 @@ def assert_agreement(
 
 
 def params(case: Fitted) -> list[SamplingParams]:
-    """Seeded requests."""
     return [greedy(TOKENS, temperature=0.4, seed=seed) for seed in range(len(case.prompts))]
 
 

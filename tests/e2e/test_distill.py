@@ -124,6 +124,5 @@ def in_its_own_words(model: Any, record: Record) -> int:
 
 
 def outside(tokenizer: Any, record: Record) -> str:
-    """The text outside the spans."""
     inside = {place for start, end in record.generated for place in range(start, end)}
     return str(tokenizer.decode([t for p, t in enumerate(record.token_ids) if p not in inside]))

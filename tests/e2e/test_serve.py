@@ -99,7 +99,6 @@ def free_port() -> int:
 
 
 def arguments(port: int, folder: Path) -> list[str]:
-    """Arguments of `vllm-medusa serve`."""
     (folder / "chat.jinja").write_text(TEMPLATE)
     return [
         TARGET, "--speculative-model", HEADS,
@@ -277,7 +276,6 @@ def test_metrics_count_drafts(server: Server) -> None:
 
 
 def idle(server: Server, seconds: float = 120) -> bool:
-    """Whether the engine becomes idle in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if not sum(server.metric("num_requests_running") + server.metric("num_requests_waiting")):

@@ -278,7 +278,8 @@ def test_penalties_count_the_path(
         return replace(drafts, token_ids=tokens)
 
     monkeypatch.setattr(MedusaDrafter, "draft", stuttering)
-    options: dict[str, Any] = {"temperature": 1.0, "top_k": 40}
+    accepting = {"medusa": {"epsilon": 1e-9, "delta": 1e-9}}
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 10, "extra_args": accepting}
     every = prompts * 4
     free, _ = run(llm, every, seeded(len(every), 40, **options))
     got, steps = run(llm, every, seeded(len(every), 40, repetition_penalty=1000.0, **options))

@@ -1,17 +1,63 @@
 """vLLM 0.33's Python with trees, over the CPU kernels of the installed vLLM.
 
-Only if its files are available (see `support.overlay`). Each test runs some of 0.32's tests in a
-separate pytest process, in which 0.33 is found first.
+There are no CPU builds of 0.33. Its Python is used unmodified: this shows that our wiring fits it;
+its own compiled kernels, and so everything on CUDA, are not tested. Each test runs some of 0.32's
+tests in a separate pytest process, in which 0.33 is found first.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from support.overlay import VARIABLE, build, pytest_command, python_files_of_033
+
+TESTS = Path(__file__).parents[1]
+# The folder that contains the `vllm` folder of the 0.33 wheel; no compiled file is needed.
+VARIABLE = "VLLM_MEDUSA_TEST_VLLM_033"
+
+
+def python_files_of_033() -> Path | None:
+    setting = os.environ.get(VARIABLE)
+    if setting is None:
+        return None
+    if not (Path(setting) / "vllm" / "_version.py").is_file():
+        pytest.fail(f"{VARIABLE} is {setting}, which holds no vLLM: no vllm/_version.py")
+    return Path(setting)
+
+
+def installed() -> Path:
+    """The folder that contains the installed package, found without importing it."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None, "vLLM is not installed"
+    return Path(spec.origin).parents[1]
+
+
+def build(python_files: Path, folder: Path, version: str = "0.33.0+cpu") -> dict[str, str]:
+    """Overlay 0.33 on the installed kernels in ``folder``; returns the environment that uses it.
+
+    The ``+cpu`` in the version tells vLLM for which platform it was built.
+    """
+    package = folder / "vllm"
+    package.mkdir()
+    for entry in (python_files / "vllm").iterdir():
+        if entry.suffix != ".so" and entry.name != "__pycache__":
+            (package / entry.name).symlink_to(entry)
+    for kernels in (installed() / "vllm").glob("*.so"):
+        (package / kernels.name).symlink_to(kernels)
+    info = folder / f"vllm-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    dropped = ("PYTEST_CURRENT_TEST", VARIABLE)
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join([str(folder), str(TESTS), str(TESTS.parent), *given])
+    return kept | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+
 
 pytestmark = [
     pytest.mark.engine,
@@ -21,8 +67,6 @@ pytestmark = [
         reason=f"{VARIABLE} does not point to the Python files of vLLM 0.33",
     ),
 ]
-
-TESTS = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +79,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run(environment: dict[str, str], *arguments: str) -> None:
     """Run end-to-end tests on 0.33; none may fail or be skipped."""
     done = subprocess.run(
-        pytest_command(*arguments),
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         env=environment,
         capture_output=True,
         text=True,
-        cwd=TESTS.parents[1],
+        cwd=TESTS.parent,
     )
     summary = done.stdout.strip().rpartition("\n")[2]
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
@@ -60,11 +104,10 @@ def run(environment: dict[str, str], *arguments: str) -> None:
 def test_the_v1_runner(environment: dict[str, str], file: str, selection: str) -> None:
     if file == "test_serve.py":
         pytest.importorskip("orjson", reason="0.33's server needs orjson, which 0.32's does not")
-    run(environment, str(TESTS / file), "-k", selection)
+    run(environment, str(TESTS / "e2e" / file), "-k", selection)
 
 
 def test_the_v2_runner(environment: dict[str, str]) -> None:
     pytest.importorskip("triton", reason="the V2 runner needs Triton, at least its interpreter")
-    run(
-        environment, "-p", "support.triton_on_cpu", str(TESTS / "test_equality.py"), "-k", "8_nodes"
-    )
+    file = str(TESTS / "e2e" / "test_equality.py")
+    run(environment, "-p", "support.triton_on_cpu", file, "-k", "8_nodes")

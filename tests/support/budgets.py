@@ -19,7 +19,6 @@ def scheduler_of(llm: LLM) -> Any:
 
 
 def policy_of(llm: LLM) -> Auto:
-    """Its automatic budget policy."""
     policy = scheduler_of(llm).policy
     assert isinstance(policy, Auto)
     return policy

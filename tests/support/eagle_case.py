@@ -28,7 +28,6 @@ class Case:
 
 
 def make_case(folder: Path) -> Case:
-    """Train the drafter, in seconds."""
     target = save_model(folder / "target", "Llama", eos_token_id=list(STOPS), num_hidden_layers=4)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     prompts = random_prompts(LEARNED, VOCAB, shortest=8, longest=8)
@@ -41,5 +40,4 @@ def make_case(folder: Path) -> Case:
 
 
 def eagle_config(case: Case, tree: Any, **options: Any) -> dict[str, Any]:
-    """The speculative config."""
     return {"method": "eagle3", "model": case.folder, "tree": tree, **options}

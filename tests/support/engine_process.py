@@ -65,7 +65,6 @@ def answers(process: subprocess.Popen[bytes], folder: Path, seconds: float) -> A
 
 
 def wait_for(path: Path, process: subprocess.Popen[bytes], folder: Path, seconds: float) -> None:
-    """Wait until the file exists."""
     end = time.monotonic() + seconds
     while not path.exists():
         if process.poll() is not None or time.monotonic() > end:
@@ -95,7 +94,6 @@ def batch(
 
 
 def main(path: Path) -> None:
-    """Run the job in this process."""
     job = json.loads(path.read_text())
     if job.get("replicas"):
         put(path, "answers", asyncio.run(replicas(job)))

@@ -88,7 +88,6 @@ def engine(
 
 
 def medusa(heads: str, tree: Any, **options: Any) -> dict[str, Any]:
-    """The speculative config with a tree."""
     return {"method": "medusa", "model": heads, "tree": tree, **options}
 
 
@@ -145,7 +144,6 @@ def generate(
 def complete(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[Completion]:
-    """Generate, and keep the parts to compare."""
     return [completion_of(result.outputs[0]) for result in generate(llm, prompts, params)]
 
 

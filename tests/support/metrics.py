@@ -59,7 +59,6 @@ def drafted_and_accepted(output: Any) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def assert_counted(more: Counts, results: Sequence[Any]) -> None:
-    """The engine counted exactly these ``RequestOutput``."""
     outputs = [output for result in results for output in result.outputs]
     prompts = [len(result.prompt_token_ids) for result in results for _ in result.outputs]
     tokens = [len(output.token_ids) for output in outputs]

@@ -12,7 +12,8 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.sample.sampler import Sampler
 
-from support.engines import Completion, Prompt, completion_of, generate
+from support.engines import Completion, Prompt, completion_of, generate, random_prompts
+from support.models import VOCAB
 from support.runner import ON_V2, sized
 
 if ON_V2:
@@ -43,7 +44,6 @@ def outcomes(
     params: Sequence[SamplingParams],
     adapters: Sequence[LoRARequest | None] | None = None,
 ) -> list[Outcome]:
-    """Run all requests at once."""
     results = generate(llm, prompts, list(params), adapters)
     return [
         Outcome(
@@ -101,6 +101,18 @@ def seeded(count: int, first_seed: int, **options: Any) -> list[SamplingParams]:
     """Parameters that differ only in their seed."""
     defaults = {"max_tokens": sized(40, 14), "ignore_eos": True, "detokenize": False}
     return [SamplingParams(seed=first_seed + 10 * i, **defaults | options) for i in range(count)]
+
+
+def one_of_each() -> tuple[list[Prompt], list[SamplingParams]]:
+    """A batch that covers every branch of the verification, and what depends on a path's tokens."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "logprobs": 2, "top_k": 20},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"temperature": 0.7, "top_p": 0.8, "min_tokens": 5, "stop_token_ids": [7, 8]},
+    ]
+    params = [seeded(1, 100 + i, max_tokens=12, **kind)[0] for i, kind in enumerate(kinds)]
+    return random_prompts(len(kinds), VOCAB, longest=30, seed=3), params
 
 
 def assert_same(expected: Sequence[Outcome], got: Sequence[Outcome]) -> None:

@@ -32,13 +32,11 @@ class Plain:
 
     @property
     def known_greedy(self) -> Known:
-        """The future tokens of the greedy requests."""
         pairs = zip(self.greedy.prompts, self.greedy.outputs, strict=True)
         return [(request_key(prompt, None), list(output)) for prompt, output in pairs]
 
     @property
     def known_seeded(self) -> Known:
-        """The future tokens of the seeded requests."""
         pairs = zip(self.prompts, self.seeded, strict=True)
         return [(request_key(prompt, o.seed), list(o.tokens)) for prompt, o in pairs]
 
@@ -55,7 +53,6 @@ class Plain:
 
 
 def plain_vllm(model: str) -> Plain:
-    """Run plain vLLM in this process."""
     prompts = random_prompts(sized(96, 5), VOCAB, longest=sized(60, 20), seed=41)
     params = seeded(len(prompts), 7000, max_tokens=TOKENS, temperature=1.0)
     with on_v1(), engine(model) as llm:
@@ -75,7 +72,6 @@ class Run:
 
     @property
     def trees(self) -> list[Decision]:
-        """Rank 0's decisions about trees."""
         return [decision for decision in self.ranks[0] if decision.num_nodes > 1]
 
     def differing(self) -> int:
@@ -91,12 +87,10 @@ def run(llm: LLM, prompts: Sequence[Prompt], params: Any, known: Known | None = 
 
 
 def run_greedy(llm: LLM, plain: Plain, count: int | None = None) -> Run:
-    """The first of the greedy requests."""
     return run(llm, plain.greedy.prompts[:count], greedy(TOKENS), plain.known_greedy)
 
 
 def run_seeded(llm: LLM, plain: Plain, count: int | None = None) -> Run:
-    """The first of the requests at temperature 1."""
     return run(llm, plain.prompts[:count], plain.params[:count], plain.known_seeded)
 
 

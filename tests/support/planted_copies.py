@@ -28,7 +28,6 @@ class PlantedCopies:
         }
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
-        """Replace the results of lookup."""
         patch.setattr(lookup, "continuations", self._of_batch)
 
     def _of_batch(self, texts: Any, rows: Any, lengths: Any, count: int) -> tuple[Any, Any]:

@@ -22,7 +22,6 @@ class Case:
         return self.tree.batch_size
 
     def children(self, b: int, node: int) -> list[int]:
-        """Existing children of a node in node order."""
         count = int(self.tree.num_nodes[b])
         return [i for i in range(1, count) if int(self.tree.parents[b, i]) == node]
 

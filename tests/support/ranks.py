@@ -39,7 +39,6 @@ def request_key(prompt: Sequence[int], seed: int | None) -> int:
 
 
 def decisions(rows: Sequence[Sequence[Any]]) -> list[Decision]:
-    """Convert the output of `Recording.take_decisions`."""
     return [Decision(*(tuple(x) if isinstance(x, list) else x for x in row)) for row in rows]
 
 
@@ -61,11 +60,9 @@ class Recording:
 
     @property
     def drafter(self) -> Any:
-        """The `MedusaDrafter` of this rank."""
         raise NotImplementedError
 
     def process_id(self) -> int:
-        """The process id of this rank."""
         return os.getpid()
 
     def shard(self) -> list[int] | None:

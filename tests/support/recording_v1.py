@@ -15,13 +15,11 @@ class RecordingWorker(Recording, MedusaCPUWorker):
     """Records every decision; drafts, samples or logits can be disturbed."""
 
     def init_device(self) -> None:
-        """Keep what `disturb` replaces."""
         super().init_device()
         self._verifier = self.model_runner._verifier
 
     @property
     def drafter(self) -> Any:
-        """The `MedusaDrafter` of this rank."""
         return self.model_runner.drafter
 
     def disturb(self, kind: str) -> None:
@@ -33,7 +31,6 @@ class RecordingWorker(Recording, MedusaCPUWorker):
             self.model_runner._verifier = change(self._verifier, self.rank)
 
     def restore(self) -> None:
-        """Undo `disturb`."""
         self.model_runner._verifier = self._verifier
         torch.manual_seed(0)
 

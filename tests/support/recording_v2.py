@@ -16,7 +16,6 @@ class RecordingWorker(Recording, MedusaWorker):
     """Records every decision; drafts, samples or logits can be disturbed."""
 
     def init_device(self) -> None:
-        """Hook this worker's only runner."""
         prepare()
         super().init_device()
         self._disturbance = ""
@@ -24,14 +23,12 @@ class RecordingWorker(Recording, MedusaWorker):
         self._add_requests, runner.add_requests = runner.add_requests, self._note_requests
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Hook the model's draft verification."""
         super().load_model(*args, **kwargs)
         self._verify = self.model_runner.rejection_sampler
         self.model_runner.rejection_sampler = self._disturbed
 
     @property
     def drafter(self) -> Any:
-        """The `MedusaDrafter` of this rank."""
         return self.model_runner.speculator.drafter
 
     def disturb(self, kind: str) -> None:
@@ -41,7 +38,6 @@ class RecordingWorker(Recording, MedusaWorker):
             np.random.seed(self.rank)  # vLLM derives the seeds of unseeded requests from it
 
     def restore(self) -> None:
-        """Undo `disturb`."""
         self._disturbance = ""
         np.random.seed(0)
 

@@ -18,7 +18,6 @@ ON_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 
 
 def sized(on_v1: T, on_v2: T) -> T:
-    """Choose a size by runner."""
     return on_v2 if ON_V2 else on_v1
 
 

@@ -16,13 +16,13 @@ from support.budgets import fickle, policy_of, scheduler_of, verify_all
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.no_waiting import watched
-from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded
+from support.outcomes import Outcome, assert_same, by_seed, one_of_each, outcomes
 from support.planted import planted, planted_by_seed
 from support.random_topologies import random_topologies
 from support.reference import Reference, differing, plain_greedy
 from support.runner import ON_V2, async_scheduling, on_v1
 from support.spies import mean_accepted, recorded_steps, tree_rows
-from vllm import LLM, SamplingParams, envs
+from vllm import LLM, envs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 pytestmark = [
@@ -44,21 +44,10 @@ def reference(chaotic_llama: str) -> Reference:
         return plain_greedy(llm, random_prompts(10, VOCAB, shortest=8, longest=50), TOKENS)
 
 
-def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Sampling, truncation, penalties: features that depend on the path's tokens."""
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.8, "logprobs": 2, "top_k": 20},
-        {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-        {"temperature": 0.7, "top_p": 0.8, "min_tokens": 5, "stop_token_ids": [7, 8]},
-    ]
-    params = [seeded(1, 100 + i, max_tokens=12, **kind)[0] for i, kind in enumerate(kinds)]
-    return random_prompts(len(kinds), VOCAB, longest=30, seed=3), params
-
-
 @pytest.fixture(scope="module")
 def plain_seeded(chaotic_llama: str) -> list[Outcome]:
     with engine(chaotic_llama) as llm:
-        return outcomes(llm, *mixed())
+        return outcomes(llm, *one_of_each())
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
@@ -119,7 +108,7 @@ def test_seeded_requests_and_penalties(
     fickle(monkeypatch, llm, preempting=True, max_each=7)
     calls = watched(monkeypatch)
     with planted_by_seed(by_seed(plain_seeded), VOCAB), recorded_steps() as steps:
-        got = outcomes(llm, *mixed())
+        got = outcomes(llm, *one_of_each())
     assert_same(plain_seeded, got)
     assert mean_accepted(steps) > 0.3
     assert min(calls.values()) > 2 and len(calls) == 4
@@ -167,9 +156,3 @@ def test_estimates_are_updated(llm: LLM, reference: Reference, monkeypatch: Patc
     trees = [(row.num_nodes - 1, row.accepted) for row in tree_rows(steps)]
     assert len(seen) > 10 and not Counter(seen) - Counter([*trees, (0, 0)] * 9)
     assert sum(accepted for _, accepted in seen) >= 0.8 * sum(accepted for _, accepted in trees)
-
-
-def test_unmodified_decisions(llm: LLM, reference: Reference) -> None:
-    """Without replaced decisions."""
-    part = reference.part(0, 5)
-    assert differing(part.completions, complete(llm, part.prompts, greedy(TOKENS))) == []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +16,11 @@ import pytest
 import torch
 from support.assets import TARGET
 from support.budgets import policy_of
-from support.engines import complete, engine, greedy, medusa, metric, random_prompts
+from support.engines import complete, engine, greedy, medusa, metric
 from support.metrics import counts, drafted_and_accepted
 from support.models import VOCAB, save_config
 from support.no_waiting import NoWaiting, watched
-from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded
+from support.outcomes import Outcome, assert_same, by_seed, one_of_each, outcomes
 from support.planted import planted, planted_by_seed
 from support.reference import differing, plain_greedy
 from support.runner import ON_V2, async_scheduling
@@ -41,10 +40,8 @@ if ON_V2:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     from vllm_medusa.config import AcceptanceConfig
-    from vllm_medusa.tree.drafts import DraftTrees
     from vllm_medusa.worker.cuda_graphs import tree_sizes
-    from vllm_medusa.worker.drafting import MedusaDrafter
-    from vllm_medusa.worker.options import V1_WORKER, V2_WORKER, EngineOptions, is_medusa
+    from vllm_medusa.worker.options import V1_WORKER, V2_WORKER, is_medusa
     from vllm_medusa.worker.requests import RequestOptions
     from vllm_medusa.worker.v2 import sampler as sampler_module
     from vllm_medusa.worker.v2.config import TreeSpeculativeConfig
@@ -143,25 +140,12 @@ def test_refused_with_the_reason(
 
 @pytest.fixture(scope="module")
 def plain(chaotic_llama: str) -> dict[str, Any]:
-    """Output of plain V2."""
     even = [[3 + (5 * i + n) % 500 for i in range(BLOCK * n + 1)] for n in (1, 2, 3)]
     with engine(chaotic_llama) as llm:
         return {
             "even": plain_greedy(llm, even, 12),
-            "seeded": outcomes(llm, *mixed()),
+            "seeded": outcomes(llm, *one_of_each()),
         }
-
-
-def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
-    """A batch that covers every branch of the verification."""
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.8, "logprobs": 2, "top_k": 20},
-        {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-        {"temperature": 0.7, "top_p": 0.8, "min_tokens": 5, "stop_token_ids": [7, 8]},
-    ]
-    params = [seeded(1, 100 + i, max_tokens=12, **kind)[0] for i, kind in enumerate(kinds)]
-    return random_prompts(len(kinds), VOCAB, longest=30, seed=3), params
 
 
 @pytest.fixture(scope="module")
@@ -173,18 +157,18 @@ def llm(plain: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
 
 def run_mixed(llm: LLM, expected: list[Outcome]) -> list[Outcome]:
     with planted_by_seed(by_seed(expected), VOCAB):
-        return outcomes(llm, *mixed())
+        return outcomes(llm, *one_of_each())
 
 
 def test_a_step_never_waits_for_the_device(
     llm: LLM, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = watched(monkeypatch)
-    assert_same(plain["seeded"], outcomes(llm, *mixed()))
-    params = mixed()[1]
+    assert_same(plain["seeded"], outcomes(llm, *one_of_each()))
+    params = one_of_each()[1]
     for param in params:
         param.extra_args = {"medusa": {"acceptance": "typical", "greedy_root": True}}
-    outcomes(llm, mixed()[0], params)
+    outcomes(llm, one_of_each()[0], params)
     assert min(calls.values()) > 5 and len(calls) == 4
 
 
@@ -196,46 +180,14 @@ def test_control_syncs_are_detected() -> None:
 
 def test_lossless_and_typical_together(llm: LLM, plain: dict[str, Any]) -> None:
     """Each request of the batch twice: the lossless ones equal plain vLLM's."""
-    prompts, params = mixed()
-    typical = mixed()[1]
+    prompts, params = one_of_each()
+    typical = one_of_each()[1]
     for param in typical:
         param.extra_args = {"medusa": {"acceptance": "typical", "epsilon": 0.01}}
     with planted_by_seed(by_seed(plain["seeded"]), VOCAB), recorded_steps() as steps:
         got = outcomes(llm, prompts * 2, params + typical)
     assert_same(plain["seeded"], got[: len(params)])
     assert max(map(len, steps)) == 2 * len(params)
-
-
-def test_penalties_count_the_path_of_typical_requests(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every draft repeats its parent's token; a prohibitive penalty rejects all of them."""
-    parents = llm_tree(llm).parents
-    draft = MedusaDrafter.draft
-
-    def stuttering(self: Any, *args: Any) -> DraftTrees:
-        drafts = draft(self, *args)
-        tokens = drafts.token_ids.clone()
-        for node, parent in enumerate(parents[1:], start=1):
-            if parent > 0:
-                tokens[:, node] = tokens[:, parent]
-        return replace(drafts, token_ids=tokens)
-
-    monkeypatch.setattr(MedusaDrafter, "draft", stuttering)
-    rule = {"medusa": {"acceptance": "typical", "epsilon": 1e-9, "delta": 1e-9}}
-    prompts = random_prompts(3, VOCAB, longest=30, seed=9)
-    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12, "extra_args": rule}
-    free = outcomes(llm, prompts, seeded(3, 40, **options))
-    options |= {"top_k": 10, "repetition_penalty": 1000.0}
-    with recorded_steps() as steps:
-        got = outcomes(llm, prompts, seeded(3, 40, **options))
-    assert any(len(set(outcome.tokens)) < 12 for outcome in free)
-    assert [outcome.tokens for outcome in got if len(set(outcome.tokens)) < 12] == []
-    assert mean_accepted(steps) > 0
-
-
-def llm_tree(llm: LLM) -> Any:
-    return EngineOptions.of(llm.llm_engine.vllm_config).tree
 
 
 def test_large_batches_are_verified_in_parts(

@@ -5,10 +5,9 @@ import torch
 
 vllm_platforms = pytest.importorskip("vllm.platforms")
 
-from support.attention import element_offsets, flat, gather_tokens, visible_keys  # noqa: E402
+from support.attention import gather_tokens, visible_keys  # noqa: E402
 from support.paged_trees import random_tree_batch  # noqa: E402
 
-from vllm_medusa.kv import copy_slots  # noqa: E402
 from vllm_medusa.scorer.cpu import plan_trees, tree_attention  # noqa: E402
 from vllm_medusa.scorer.layout import CacheLayout  # noqa: E402
 from vllm_medusa.scorer.reference import attention_reference  # noqa: E402
@@ -68,21 +67,6 @@ def test_tokens_are_found_in_vllm_s_slots(isa, dtype, dim, block):
     found = gather_tokens(kv_cache, isa, slots)
     assert torch.equal(found[0], keys)
     assert torch.equal(found[1], values)
-
-
-@pytest.mark.parametrize("isa", ["vec", "vec16", AMX])
-def test_copied_tokens_equal_stored_ones(isa):
-    keys, values = torch.randn(2, 4 * 32, 2, 64).bfloat16()
-    moved = torch.zeros(4, 2, 32, 128, dtype=torch.bfloat16)
-    store(moved, isa, keys, values, torch.arange(128))
-    src, dst = torch.tensor([35, 40, 69, 7]), torch.tensor([33, 35, 64, 7])
-    layout = CacheLayout.of(moved, isa)
-    copy_slots(flat(layout, moved), *(element_offsets(layout, each) for each in (src, dst)))
-    stored = torch.zeros_like(moved)
-    where = torch.arange(128)
-    where[dst] = src
-    store(stored, isa, keys[where], values[where], torch.arange(128))
-    assert torch.equal(moved, stored)
 
 
 def run_both(

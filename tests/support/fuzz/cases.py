@@ -73,7 +73,6 @@ class RequestCase:
 
 
 def engine_case(seed: int) -> EngineCase:
-    """The engine of a seed."""
     rng = random.Random(f"engine {seed}")
     kind = rng.choice(("tree", "tree", "dense", "budget", "rows", "auto"))
     nodes = rng.choice(sized((1, 3, 7, 14, 31, 63), (1, 3, 7)))
@@ -149,7 +148,6 @@ def _varied(case: EngineCase, rng: random.Random) -> EngineCase:
 
 
 def request_case(seed: int) -> RequestCase:
-    """The request of a seed."""
     rng = random.Random(f"request {seed}")
 
     def maybe(chance: float) -> bool:

@@ -39,7 +39,6 @@ def fuzz_round(models: Models, engine_seed: int, request_seeds: Sequence[int]) -
 
 
 def reproduction(engine_seed: int, request_seeds: Sequence[int]) -> str:
-    """The command that reproduces it."""
     runner = " RUNNER=v2" if ON_V2 else ""
     return f"make fuzz ENGINE={engine_seed} REQUESTS={','.join(map(str, request_seeds))}{runner}"
 

@@ -65,7 +65,6 @@ class Models:
 
     @classmethod
     def save(cls, folder: Path) -> Models:
-        """Create and save them."""
         target = save_model(folder / "target", "Llama", vocab_size=VOCAB, eos_token_id=STOPS)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(Path(TARGET) / name, target)

@@ -13,6 +13,7 @@ from vllm_medusa.heads import (
     save_heads,
     update_config,
 )
+from vllm_medusa.heads.files import CheckpointFiles
 
 SIZES = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
 
@@ -134,6 +135,26 @@ def test_only_the_first_heads(count, num_lm_heads, tmp_path, hidden, target_lm_h
     write(tmp_path / "model.safetensors", plain.spelled("vllm"))
     heads, info = check(tmp_path, plain, hidden, target_lm_head, max_heads=count)
     assert (heads.num_heads, info.num_heads) == (min(count, 4), 4)
+
+
+@pytest.mark.parametrize("num_lm_heads", [5, 1, 0])
+def test_tensors_of_unused_heads_are_not_read(num_lm_heads, tmp_path, monkeypatch):
+    read, original = [], CheckpointFiles.tensors
+
+    def tensors(self, names):
+        for name, tensor in original(self, names):
+            read.append(name)
+            yield name, tensor
+
+    monkeypatch.setattr(CheckpointFiles, "tensors", tensors)
+    plain = random_heads(5, 2, num_lm_heads=num_lm_heads)
+    write(tmp_path / "five" / "model.safetensors", plain.spelled("vllm"))
+    plain.layers, plain.lm_heads = plain.layers[:3], plain.lm_heads[:3]
+    write(tmp_path / "three" / "model.safetensors", plain.spelled("vllm"))
+    load_heads(tmp_path / "five", max_heads=3, **SIZES)
+    of_five, read[:] = sorted(read), []
+    load_heads(tmp_path / "three", **SIZES)
+    assert of_five == sorted(read)
 
 
 def test_old_pickles_that_cannot_be_mapped(tmp_path, hidden, target_lm_head):
@@ -324,8 +345,6 @@ def test_update_config_refuses_non_json_values(value, tmp_path):
 
 
 def test_the_config_is_written_after_the_weights(tmp_path, monkeypatch):
-    """A run with a config.json is complete."""
-
     def killed(*_):
         raise KeyboardInterrupt
 

@@ -1,11 +1,14 @@
-import itertools
+"""Heads, and packed heads, which give the same logits."""
+
+from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.random_heads import HIDDEN, VOCAB
 
-from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.heads import HeadsError, MedusaHeads, PackedHeads
 
 
 def randomize(module):
@@ -14,45 +17,6 @@ def randomize(module):
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return module
-
-
-def naive(heads, hidden, target=None):
-    """Head by head, layer by layer, on plain slices of the stacked weights."""
-    out = []
-    for head in range(heads.num_heads):
-        x = hidden
-        for block in heads.blocks:
-            bias = None if block.bias is None else block.bias[head]
-            x = x + F.silu(F.linear(x, block.weight[head], bias))
-        if heads.num_lm_heads:
-            lm = head % heads.num_lm_heads
-            bias = None if heads.lm_head_bias is None else heads.lm_head_bias[lm]
-            out.append(F.linear(x, heads.lm_head_weight[lm], bias))
-        else:
-            scores = F.linear(x, target)
-            out.append(scores if heads.token_map is None else scores[:, heads.token_map])
-    return torch.stack(out, 1)
-
-
-@pytest.mark.parametrize(
-    ("layers", "bias", "lm_heads", "lm_bias"),
-    [
-        case
-        for case in itertools.product([0, 1, 3], [True, False], [4, 1, 0], [False, True])
-        if case[2] or not case[3]
-    ],
-)
-def test_batched_equals_the_naive_loop(layers, bias, lm_heads, lm_bias, hidden, target_lm_head):
-    heads = randomize(MedusaHeads(4, layers, HIDDEN, VOCAB, bias, lm_bias, num_lm_heads=lm_heads))
-    with torch.no_grad():
-        logits = heads.compute_logits(heads(hidden), lambda rows: rows @ target_lm_head.T)
-        assert logits.shape == (5, 4, VOCAB)
-        expected = naive(heads, hidden, target_lm_head)
-        # fp32, values of order 1 to 10: only the order of additions differs
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-        for count in (1, 2, 4):
-            some = heads.compute_logits(heads(hidden, count), lambda rows: rows @ target_lm_head.T)
-            torch.testing.assert_close(some, expected[:, :count], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2])
@@ -69,7 +33,10 @@ def test_untrained_heads_give_the_lm_heads_logits(layers, hidden, target_lm_head
 def test_a_truncated_vocabulary_scores_its_own_tokens_only(hidden, target_lm_head):
     token_map = torch.tensor([3, 17, 5])
     heads = randomize(MedusaHeads(2, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map))
-    expected = naive(heads, hidden, target_lm_head)
+    whole = MedusaHeads(2, 1, HIDDEN, VOCAB, num_lm_heads=0)
+    whole.load_state_dict(heads.state_dict(), strict=False)
+    expected = whole.compute_logits(whole(hidden), lambda rows: rows @ target_lm_head.T)
+    expected = expected[..., token_map]
     padded = torch.cat([target_lm_head, torch.full((4, HIDDEN), 9.0)])
     through_callable = heads.compute_logits(heads(hidden), lambda rows: rows @ padded.T)
     torch.testing.assert_close(through_callable, expected, rtol=1e-5, atol=1e-5)
@@ -87,3 +54,69 @@ def test_every_head_is_trained_independently(hidden):
     for parameter in heads.parameters():
         assert parameter.grad[1].abs().sum() > 0
         assert parameter.grad[[0, 2]].abs().sum() == 0
+
+
+def torch_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> partial[torch.Tensor]:
+    return partial(F.linear, weight=weight.clone(), bias=None if bias is None else bias.clone())
+
+
+def random_heads(num_layers: int, num_lm_heads: int, bias: bool, mapped: bool) -> MedusaHeads:
+    has_bias = bias and num_lm_heads > 0
+    some = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[:10]
+    token_map = some if mapped else None
+    sizes = 3, num_layers, HIDDEN, VOCAB, bias, has_bias, token_map
+    return randomize(MedusaHeads(*sizes, num_lm_heads=num_lm_heads))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_lm_heads", [0, 1, 3])
+@pytest.mark.parametrize("num_layers", [0, 1, 3])
+def test_equals_the_heads(num_layers, num_lm_heads, bias, mapped):
+    heads = random_heads(num_layers, num_lm_heads, bias, mapped)
+    target = torch.randn(VOCAB + 3, HIDDEN)  # three padding rows
+    hidden = torch.randn(5, HIDDEN)
+
+    wanted = heads.compute_logits(heads(hidden), lambda rows: rows @ target.T)
+    if mapped and num_lm_heads == 0:
+        heads.store_lm_head(target[heads.token_map])
+    packed = PackedHeads(heads, torch_linear)
+    with torch.no_grad():
+        for parameter in heads.parameters():  # packed weights are copies: no effect
+            parameter.fill_(float("nan"))
+    found = packed.compute_logits(packed(hidden, 3), lambda rows: rows @ target.T)
+
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+    first = packed.compute_logits(packed(hidden, 2), lambda rows: rows @ target.T)
+    torch.testing.assert_close(first, wanted[:, :2], atol=1e-5, rtol=1e-5)
+    rest = packed.compute_logits(packed(hidden, 3, first=2), lambda rows: rows @ target.T, first=2)
+    torch.testing.assert_close(rest, wanted[:, 2:], atol=1e-5, rtol=1e-5)
+    assert (packed.token_map is None) == (not mapped)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("num_lm_heads", [1, 3])
+def test_rows_of_stored_lm_heads(num_lm_heads, mapped):
+    heads = random_heads(1, num_lm_heads, True, mapped)
+    hidden = torch.randn(5, HIDDEN)
+    wanted = heads.compute_logits(heads(hidden))
+    ranges = slice(0, 7), slice(7, None)
+    parts = [PackedHeads(heads, torch_linear, rows) for rows in ranges]
+    whole = [deepcopy(heads) for _ in ranges]
+    for copy, rows in zip(whole, ranges, strict=True):
+        copy.keep_vocabulary(rows)
+    for ranks in (parts, whole):
+        found = torch.cat([part.compute_logits(part(hidden)) for part in ranks], -1)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_refuses_unpacked_heads():
+    packed = PackedHeads(random_heads(1, 0, True, False), torch_linear)
+    with pytest.raises(HeadsError, match="pass lm_head"):
+        packed.compute_logits(packed(torch.zeros(1, HIDDEN)))
+    mapped = random_heads(1, 0, True, True)
+    with pytest.raises(HeadsError, match="store_lm_head"):
+        PackedHeads(mapped, torch_linear)
+    with pytest.raises(HeadsError, match=r"\[9, 8\]; these heads score 10 tokens"):
+        mapped.store_lm_head(torch.zeros(9, HIDDEN))

@@ -1,9 +1,16 @@
+"""Compaction of accepted paths: slots, all layers at once, vLLM's packed CPU caches."""
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention import gather_tokens
 
 from vllm_medusa.kv import accepted_moves, copy_slots
+from vllm_medusa.kv.layers import LayerCaches, compact_layers
+from vllm_medusa.kv.packed import PackedCaches
 from vllm_medusa.sampler import path_to_node
+from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
@@ -54,3 +61,51 @@ def test_paths_become_contiguous_and_nothing_else_changes(seed, last, layout):
         for depth in range(int(path.num_accepted[b]) + 1):
             expected[slots[b, depth]] = before[slots[b, path.nodes[b, depth]]]
     assert torch.equal(after, expected)
+
+
+def test_refused():
+    scattered = torch.zeros(2, 9, 3, 9, 5, 4, 7).permute(1, 5, 0, 2, 4, 3, 6)[:, :, :, :, :, 0]
+    with pytest.raises(ValueError, match="3 strides; at most 2"):
+        LayerCaches.of([scattered], (0, 1))
+
+
+def test_all_layers_move_alike():
+    torch.manual_seed(0)
+    caches = [torch.randn(2, 6, 4, 3) for _ in range(3)]
+    slots = torch.randperm(24)[:14].view(2, 7)
+    nodes, count = torch.tensor([[0, 2, 5], [0, 1, 1]]), torch.tensor([2, 1])
+    expected = [cache.clone() for cache in caches]
+    for cache in expected:
+        copy_slots(cache, *accepted_moves(slots, nodes, count), (1, 2))
+    before = [cache.clone() for cache in caches]
+    compact_layers(LayerCaches.of(caches, (1, 2)), slots, nodes, count)
+    for cache, wanted, old in zip(caches, expected, before, strict=True):
+        assert torch.equal(cache, wanted)
+        assert not torch.equal(cache, old)
+
+
+SLOTS = torch.tensor([[20, 21, 22, 23, 24, 25], [99, 98, 97, 96, 0, 0], [50, 51, 52, 53, 54, 55]])
+NODES = torch.tensor([[0, 2, 5], [0, 3, 3], [0, 0, 0]])
+ACCEPTED = torch.tensor([2, 1, 0])
+
+
+def numbered(start: int = 0) -> torch.Tensor:
+    return (start + torch.arange(4.0 * 2 * 32 * 64)).view(4, 2, 32, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+def test_all_layers_are_moved_once(isa, dtype):
+    """A cache shared by two layers, and one of another shape; 22 -> 21, 25 -> 22, 96 -> 98."""
+    caches = [numbered(), numbered(7), numbered(9).view(4, 1, 32, 128)]
+    caches = [(cache % 2039).to(dtype) for cache in caches]
+    expected = torch.arange(4 * 32)
+    expected[[21, 22, 98]] = torch.tensor([22, 25, 96])
+    before = [gather_tokens(cache, isa, expected) for cache in caches]
+    given = [(cache, CacheLayout.of(cache, isa)) for cache in (*caches, caches[0])]
+    PackedCaches(given).compact(SLOTS, NODES, ACCEPTED)
+    for cache, tokens in zip(caches, before, strict=True):
+        for found, wanted in zip(
+            gather_tokens(cache, isa, torch.arange(4 * 32)), tokens, strict=True
+        ):
+            assert torch.equal(found, wanted)

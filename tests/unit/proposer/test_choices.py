@@ -27,9 +27,9 @@ class Marginals:
         return read_choices(self.logits[:, :depth], width)
 
 
-def grow(logits, num_nodes, max_depth, limit=None):
+def grow(logits, num_nodes, max_depth):
     root = torch.zeros(BATCH, dtype=torch.int64)
-    return build_tree(Marginals(logits), POOL, root, num_nodes, max_depth, limit)
+    return build_tree(Marginals(logits), POOL, root, num_nodes, max_depth)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
@@ -107,18 +107,6 @@ def test_nothing_deeper_than_useful(logits):
     assert counts[0] == 1 and 1 < counts[1] < 60 and counts[2] == 60
     for row, depth in enumerate((0, 1, 4)):
         assert int(trees.depths[row, : counts[row]].max()) == depth
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3])
-def test_few_nodes_need_few_heads(logits, limit):
-    """The best N drafts of a request are the same with and without deeper heads."""
-    useful = torch.tensor([1, 4, 4])
-    expected, got = grow(logits, 60, useful), grow(logits, 60, useful, limit)
-    for name in ("token_ids", "parents", "log_survival"):
-        both = (getattr(each, name)[:, : 1 + limit] for each in (got, expected))
-        torch.testing.assert_close(*both, rtol=1e-6, atol=1e-6)
-    trees = got.topology(HEADS)
-    assert int((trees.depths * (torch.arange(60) < got.num_nodes[:, None])).max()) == limit
 
 
 def test_nan_logits_break_nothing(logits):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from support.hydra import dense_logits, random_hydra
 
-from vllm_medusa.proposer.build import build_tree
 from vllm_medusa.proposer.drafts import propose_tree
 from vllm_medusa.proposer.steps import HydraStep
 from vllm_medusa.tree import TokenTree
@@ -70,20 +69,3 @@ def test_a_siblings_token_is_detected(monkeypatch):
     monkeypatch.setattr(HydraStep, "expand", wrong)
     wrong, nodes = disagreements(TREES[0])
     assert wrong > nodes // 4
-
-
-def test_values_are_log_probabilities_of_paths():
-    heads, states, root, embedding, lm_head = setting()
-    step = HydraStep(heads, states, heads.embed, lambda x: x @ lm_head.T)
-    beam = Beam(4, 5, K)
-    proposal = build_tree(step, beam, root, 20, torch.full((BATCH,), 9))
-    for row in range(BATCH):
-        found = paths(proposal, root, row)
-        for node, path in enumerate(found):
-            expected = sum(
-                dense_logits(heads, states[row], path[:n], embedding, lm_head)
-                .log_softmax(-1)[path[n]]
-                .item()
-                for n in range(1, len(path))
-            )
-            assert proposal.log_survival[row, node].item() == pytest.approx(expected, abs=1e-3)

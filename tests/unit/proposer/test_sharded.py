@@ -59,24 +59,6 @@ def test_shards_equal_the_full_vocabulary(case, padding):
     assert torch.equal(merge_topk(keys.flip(0), k), merged)  # independent of the order of ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_large_vocabularies(ranks, dtype):
-    """Vocabularies where `stable_topk` uses groups, for the whole or for a shard."""
-    vocab = 40_003
-    logits = torch.randn(2, 2, vocab, generator=torch.Generator().manual_seed(ranks)).to(dtype)
-    logits[0, 0, torch.tensor([5, 17_000, 39_999])] = NAN
-    logits[1, 1] = 1.0
-    width = -(-vocab // ranks)
-    memory = torch.full((2, 2, ranks * width), INF, dtype=dtype)  # padded as in vLLM
-    memory[..., :vocab] = logits
-    keys = [
-        local_topk(memory[..., r * width : (r + 1) * width], 9, VocabShard.of_rank(r, width, vocab))
-        for r in range(ranks)
-    ]
-    assert torch.equal(token_ids(merge_topk(torch.stack(keys), 9)), stable_topk(logits, 9))
-
-
 @pytest.mark.parametrize("mapped", [False, True])
 def test_every_rank_proposes_what_a_single_rank_would(mapped):
     tree = TreeTensors.from_tree(TokenTree.dense([4, 3, 2]))

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from support.attention import visible_keys
 from support.paged_batches import PADDING, Case, chunk, decode, make_case, tree
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -40,23 +39,6 @@ def test_the_twin_equals_the_reference(options):
     case = make_case(MIXED, dim=16, spare_rows=2, **options)
     error = case.difference(twin(case))
     assert error < 1e-12
-
-
-def test_keys_of_a_small_tree():
-    """0 is the parent of 1 and 2, and 2 of 3; two tokens of context."""
-    seen = visible_keys(2, [-1, 0, 0, 2])
-    assert seen.int().tolist() == [
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 0, 1, 0],
-        [1, 1, 1, 0, 1, 1],
-    ]
-    assert visible_keys(2, [-1, 0, 0, 2], window=2).int().tolist() == [
-        [0, 1, 1, 0, 0, 0],
-        [0, 0, 1, 1, 0, 0],
-        [0, 0, 1, 0, 1, 0],
-        [0, 0, 0, 0, 1, 1],
-    ]
 
 
 def test_reference_is_sdpa_for_a_chunk():

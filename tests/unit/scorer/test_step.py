@@ -1,4 +1,4 @@
-"""The layout of a step against the same layout written as loops."""
+"""The layout of a step, and nodes' positions, against the same written as loops."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.paged_trees import random_tree_batch
 
-from vllm_medusa.scorer.cpu import topologies
+from vllm_medusa.scorer.cpu import topologies, write_positions
+from vllm_medusa.scorer.positions import ragged_rows, write_node_positions
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
@@ -73,3 +74,41 @@ def test_topologies_on_the_host_are_those_in_torch(sizes):
     for name in ("num_nodes", "parents", "depths", "ancestor_bits", "ancestors"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert found.max_depth == int((expected.depths * expected.valid).max())
+
+
+sizes_and_bases = st.lists(
+    st.tuples(st.integers(1, 9), st.integers(0, 200)), min_size=1, max_size=5
+)
+
+
+def test_ragged_rows_are_the_documented_example():
+    request, node = ragged_rows(torch.tensor([0, 3, 4], dtype=torch.int32), 4)
+    assert request.tolist() == [0, 0, 0, 1]
+    assert node.tolist() == [0, 1, 2, 0]
+
+
+@given(sizes_and_bases, st.integers(0, 3), st.booleans())
+def test_written_rows_equal_a_loop_and_others_are_unchanged(cases, gap, wide):
+    sizes, bases = [n for n, _ in cases], [c for _, c in cases]
+    tree = random_tree_batch(sizes, torch.Generator().manual_seed(len(cases)), "random")
+    total = sum(sizes)
+    dtype = torch.int64 if wide else torch.int32
+    positions = torch.full((total + gap * len(sizes) + 2,), -7, dtype=dtype)
+    expected = positions.clone()
+    starts = [sum(sizes[:b]) + gap * (b + 1) for b in range(len(sizes))]
+    for b, start in enumerate(starts):
+        for i in range(sizes[b]):
+            expected[start + i] = bases[b] + int(tree.depths[b, i])
+    write_node_positions(
+        positions,
+        torch.tensor(bases, dtype=torch.int32),
+        tree.depths,
+        tree.cu_num_nodes,
+        total,
+        torch.tensor(starts, dtype=torch.int32),
+    )
+    assert torch.equal(positions, expected)
+    if wide:
+        positions = torch.where(expected == -7, expected, 0)
+        write_positions(positions, torch.tensor(bases), tree, torch.tensor(starts))
+        assert torch.equal(positions, expected)

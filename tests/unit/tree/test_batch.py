@@ -43,17 +43,6 @@ def test_batch_shares_the_memory_of_the_tree(dtype):
     assert batch.cu_num_nodes.dtype == dtype
 
 
-def test_existing_nodes_never_attend_padding_and_a_batch_may_be_empty():
-    tensors = TreeTensors.from_tree(load_preset("vicuna_7b_stage2"))
-    batch = TreeBatch.from_static(tensors, torch.arange(1, 65))
-    rows = batch.ancestors & batch.valid.unsqueeze(2)
-    assert not (rows & ~batch.valid.unsqueeze(1)).any()
-    batch = TreeBatch.from_static(tensors, torch.empty(0, dtype=torch.int64))
-    assert batch.batch_size == 0
-    assert batch.valid.shape == (0, 64)
-    assert batch.cu_num_nodes.tolist() == [0]
-
-
 def test_num_nodes_may_change_in_place():
     tensors = TreeTensors.from_tree(TokenTree.chain(2))
     num_nodes = torch.tensor([1])  # a persistent buffer, as graph capture needs

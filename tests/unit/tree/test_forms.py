@@ -1,12 +1,13 @@
-"""Forms of the tree option."""
+"""Forms of the tree option; the published trees and the default."""
 
 import json
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from vllm_medusa.tree.forms import read_tree
-from vllm_medusa.tree.presets import load_preset
+from vllm_medusa.tree.presets import DEFAULT_TREE, load_preset, preset_names
 from vllm_medusa.tree.topology import TokenTree, TreeError
 
 SMALL = TokenTree.from_paths([[0], [0, 0], [1]])
@@ -34,18 +35,9 @@ def test_forms(value, tree):
 @pytest.mark.parametrize("name", ["tree.json", "tree.txt"])
 def test_files(tmp_path, name):
     file, paths = tmp_path / name, [[0], [0, 0], [1]]
-    for content in (paths, {"paths": paths}, {"tree": paths, "source": "measured"}):
+    for content in (paths, {"paths": paths, "source": "a"}, {"tree": paths, "source": "b"}):
         file.write_text(json.dumps(content))
         assert read_tree(file) == read_tree(str(file)) == SMALL
-
-
-def test_preset_files_can_be_read_by_path(tmp_path):
-    """A user copies a preset to edit it."""
-    from importlib import resources
-
-    text = (resources.files("vllm_medusa.tree") / "presets" / "zephyr_stage2.json").read_text()
-    (tmp_path / "mine.json").write_text(text)
-    assert read_tree(tmp_path / "mine.json") == load_preset("zephyr_stage2")
 
 
 @pytest.mark.parametrize(
@@ -91,3 +83,28 @@ def test_an_invalid_file_is_named(tmp_path, content, words):
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TreeError, match="can't be read"):
         read_tree(file)
+
+
+def test_all_published_trees_exist():
+    assert len(preset_names()) == 9
+    assert {"mc_sim_7b_63", "vicuna_7b_stage2", "vicuna_7b_stage1_ablation"} <= set(preset_names())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_keeps_the_order_of_its_file(name):
+    file = resources.files("vllm_medusa.tree") / "presets" / f"{name}.json"
+    data = json.loads(file.read_text(encoding="utf-8"))
+    tree = load_preset(name)
+    assert tree.to_lists() == data["paths"]
+    assert "FasterDecoding/Medusa" in data["source"]
+    assert tree.num_draft_tokens == 63
+    assert tree.max_depth in (3, 4)
+    assert tree.paths[0] == (0,)
+
+
+@pytest.mark.parametrize(("num_heads", "drafts"), [(1, 5), (2, 11), (3, 13), (4, 14), (5, 14)])
+def test_the_default_fits_any_number_of_heads(num_heads, drafts):
+    tree = DEFAULT_TREE.cut(max_depth=num_heads)
+    assert tree.num_draft_tokens == drafts
+    assert tree.max_depth == min(num_heads, 4)
+    assert TokenTree.from_paths(tree.paths) == tree

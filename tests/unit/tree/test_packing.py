@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.random_trees import random_parents
 
-from vllm_medusa.tree.packing import dense_ancestors, num_words, pack_ancestors, unpack_ancestors
+from vllm_medusa.tree.packing import dense_ancestors, pack_ancestors, unpack_ancestors
 
 BOUNDARIES = [1, 2, 63, 64, 65, 127, 128, 129, 192, 256]
 
@@ -35,21 +35,13 @@ def test_dense_ancestors_match_a_naive_walk(parents):
     assert torch.equal(dense_ancestors(torch.tensor(parents)), naive_ancestors(parents))
 
 
-@given(parent_lists)
-def test_round_trip(parents):
-    dense = naive_ancestors(parents)
-    bits = pack_ancestors(dense)
-    assert bits.dtype == torch.int64
-    assert bits.shape == (len(parents), num_words(len(parents)))
-    assert torch.equal(unpack_ancestors(bits, len(parents)), dense)
-
-
 @pytest.mark.parametrize("size", BOUNDARIES)
 def test_each_bit_is_at_its_documented_position(size):
     generator = torch.Generator().manual_seed(size)
     dense = torch.rand(size, size, generator=generator) < 0.5
     bits = pack_ancestors(dense)
     assert bits.shape == (size, -(-size // 64))
+    assert torch.equal(unpack_ancestors(bits, size), dense)
     for row in range(size):
         expected = sum(1 << j for j in range(size) if dense[row, j])
         words = [int(word) % (1 << 64) for word in bits[row]]  # as unsigned
@@ -62,13 +54,4 @@ def test_padding_attends_only_itself():
     assert torch.equal(dense[0, 3:], torch.eye(5, dtype=torch.bool)[3:])
     assert not dense[0, :3, 3:].any()
     assert torch.equal(dense[1], naive_ancestors([-1, 0, 0, 2, 3]))
-
-
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-def test_leading_dimensions(batch):
-    parents = torch.tensor([-1, 0, 0, 1, 1, 2] + [5] * 64).expand(*batch, 70)
-    dense = dense_ancestors(parents)
-    bits = pack_ancestors(dense)
-    assert dense.shape == (*batch, 70, 70)
-    assert bits.shape == (*batch, 70, 2)
-    assert torch.equal(unpack_ancestors(bits, 70), dense)
+    assert torch.equal(unpack_ancestors(pack_ancestors(dense), 5), dense)
