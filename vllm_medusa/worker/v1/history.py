@@ -16,19 +16,17 @@ from vllm_medusa.worker.v1.thinking import has_budgets, one_row_each
 class PathHistory:
     """Tracks B walks; the host keeps token lists only for requests that depend on them."""
 
-    def __init__(
-        self, metadata: SamplingMetadata, batch_size: int, paths: list[list[int]] | None = None
-    ):
+    def __init__(self, metadata: SamplingMetadata, batch_size: int):
         self.metadata = metadata
         self.has_budgets = has_budgets(metadata)
         self.keeps_tokens = needs_tokens(metadata) or self.has_budgets
         self.min_tokens = min_token_rules(metadata)
-        self.paths: list[list[int]] = paths or [[] for _ in range(batch_size)]
+        self.paths: list[list[int]] = [[] for _ in range(batch_size)]
 
-    def at(self, level: int, active: Tensor) -> SamplingMetadata:
+    def at(self, active: Tensor) -> SamplingMetadata:
         """Metadata for one row per request; requests that are not ``active`` draw nothing."""
         changes: dict[str, Any] = {}
-        if self.metadata.generators and level > 0:
+        if self.metadata.generators:
             going = active.tolist()
             changes["generators"] = {
                 index: gen for index, gen in self.metadata.generators.items() if going[index]

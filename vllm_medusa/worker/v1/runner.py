@@ -7,6 +7,7 @@ trees' part of it), the forward pass, `_sample` (verify, then compact the KV cac
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import CANDIDATES, follows_grammar
 from vllm_medusa.worker.target import heads_left_out
 from vllm_medusa.worker.trees import Trees, tree_drafts
-from vllm_medusa.worker.v1.verification import TreeVerifier
+from vllm_medusa.worker.v1.typical import GuidedSampler
+from vllm_medusa.worker.v1.verification import verify
 
 
 class MedusaModelRunner(CPUModelRunner):
@@ -36,11 +38,14 @@ class MedusaModelRunner(CPUModelRunner):
 
     trees: Trees
     speculative_config: Any
+    sampler: Any
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         self._options = EngineOptions.of(vllm_config)
-        self._verifier = TreeVerifier(self.sampler)
+        stock = self.sampler
+        self.sampler = GuidedSampler(stock.logprobs_mode, stock.use_fp64_gumbel)
+        self._verifier = functools.partial(verify, self.sampler)
         self._slots: dict[str, int] = {}  # of running requests; vLLM reorders its batch
         self._free = list(range(vllm_config.scheduler_config.max_num_seqs))
         self._drafts = TreeDrafts([], [])  # to be sent to the scheduler
@@ -235,7 +240,7 @@ class MedusaModelRunner(CPUModelRunner):
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Hide the generators of discarded requests: vLLM rewinds them, which fails on CPUs.
 
-        No rewind is needed: they were not used (`TreeVerifier`).
+        No rewind is needed: they were not used (`verify`).
         """
         generators = self.input_batch.generators
         if not generators:
