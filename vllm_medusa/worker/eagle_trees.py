@@ -31,7 +31,7 @@ from vllm_medusa.proposer.choices import Choices, read_choices
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
-from vllm_medusa.worker.eagle import check_vocabulary, scratch_of
+from vllm_medusa.worker.eagle import scratch_of
 
 NO_SLOT = -1  # slot of entries that are not stored
 _MAX_PENDING_ROWS = 128  # max pending rows processed in one step
@@ -148,17 +148,10 @@ class EagleTrees:
         return scratch_of(self.beam)
 
     def read_vocabulary(self) -> None:
-        """Set the target token ids of a loaded drafter's vocabulary.
-
-        Raises:
-            MedusaConfigError: They are not valid for the target.
-
-        """
+        """Set the target token ids of a loaded drafter's vocabulary."""
         offsets = getattr(self.model, "draft_id_to_target_id", None)
         if offsets is not None:
-            ids = torch.arange(len(offsets), device=offsets.device) + offsets
-            check_vocabulary(ids, self.vllm_config.model_config.get_vocab_size())
-            self.target_ids = ids
+            self.target_ids = torch.arange(len(offsets), device=offsets.device) + offsets
 
     @torch.inference_mode()
     def prefill(self, paths: AcceptedPaths) -> Roots:

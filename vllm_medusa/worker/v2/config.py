@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 
@@ -29,28 +27,3 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 
     def __repr__(self) -> str:
         return f"TreeSpeculativeConfig(num_draft_nodes={self.num_speculative_tokens})"
-
-
-def tree_speculative_config(
-    drafter: str,
-    num_draft_tokens: int,
-    model_config: Any,
-    parallel_config: Any,
-    has_budget: bool,
-) -> TreeSpeculativeConfig:
-    """Create the config for heads; ``drafter`` is our proposer class.
-
-    With a budget, many steps have no drafts. vLLM captures full CUDA graphs for them, and for
-    whole trees, if its own draft-length schedule has both; our scheduler sets the counts.
-    With data-parallel replicas vLLM would ignore a schedule with a warning.
-    """
-    wanted = has_budget and parallel_config.data_parallel_size == 1
-    schedule = [(1, 1, num_draft_tokens), (2, 2, 0)] if wanted else None
-    return TreeSpeculativeConfig(
-        num_speculative_tokens_per_batch_size=schedule,
-        method="draft_model",
-        model=drafter,
-        num_speculative_tokens=num_draft_tokens,
-        target_model_config=model_config,
-        target_parallel_config=parallel_config,
-    )
