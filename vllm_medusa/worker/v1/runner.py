@@ -22,8 +22,7 @@ from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import MAX_NODES
 from vllm_medusa.tree.drafts import DraftTrees
-from vllm_medusa.worker.checks import check_layers
-from vllm_medusa.worker.cpu_attention import TreeMetadataBuilder, compact_group
+from vllm_medusa.worker.cpu_attention import TreeMetadataBuilder
 from vllm_medusa.worker.drafts import TreeDrafts, tree_parents
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import CANDIDATES, follows_grammar
@@ -61,7 +60,9 @@ class MedusaModelRunner(CPUModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Check that every layer's attention supports trees."""
         super().initialize_kv_cache(*args, **kwargs)
-        check_layers(self.compilation_config.static_forward_context, self.kv_cache_config)
+        layers = self.compilation_config.static_forward_context
+        own = getattr(self.drafter, "layer_names", ())
+        self.trees.bind(layers, self.kv_cache_config, own)
 
     def _update_states(self, scheduler_output: Any) -> Any:
         """As in vLLM; also assigns a slot to each running request."""
@@ -142,8 +143,7 @@ class MedusaModelRunner(CPUModelRunner):
         trees.verdict, output = self._verifier(
             logits, trees.step, metadata, rule, self._discarded()
         )
-        if trees.step is not None and trees.verdict is not None:
-            self._compact(trees.step, trees.verdict)
+        trees.compact()
         return output
 
     def propose_draft_token_ids(
@@ -252,17 +252,6 @@ class MedusaModelRunner(CPUModelRunner):
             return super()._bookkeeping_sync(*args, **kwargs)
         finally:
             generators.update(hidden)
-
-    def _compact(self, step: TreeStep, verdict: Verdict) -> None:
-        """Move the accepted path to contiguous slots, in every KV cache group and layer."""
-        path, layers = verdict.path, self.compilation_config.static_forward_context
-        for gid, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            names = self._targets_layers(group.layer_names)
-            compact_group(layers, names, step.slots(gid), path.nodes, path.num_accepted)
-
-    def _targets_layers(self, names: list[str]) -> list[str]:
-        """The attention layers of ``names`` that verify."""
-        return names
 
     def _discarded(self) -> list[int]:
         """Requests whose token is discarded, if any request has a generator."""
