@@ -41,9 +41,14 @@ if ON_V2:
     from vllm_medusa.tree.drafts import DraftTrees
     from vllm_medusa.worker.cuda_graphs import tree_sizes
     from vllm_medusa.worker.drafting import MedusaDrafter
-    from vllm_medusa.worker.options import V1_WORKER, V2_WORKER, EngineOptions, is_medusa
+    from vllm_medusa.worker.options import (
+        V1_WORKER,
+        V2_WORKER,
+        EngineOptions,
+        TreeSpeculativeConfig,
+        is_medusa,
+    )
     from vllm_medusa.worker.v2 import sampler as sampler_module
-    from vllm_medusa.worker.v2.config import TreeSpeculativeConfig
     from vllm_medusa.worker.v2.sampler import TreeSampler
 
 ASSETS = Path(__file__).parents[2] / "tests" / "assets"

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
+from vllm.config import SpeculativeConfig
+from vllm.config.utils import config as config_class
 
 from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, resolve_tree
 from vllm_medusa.heads import HeadsError, HeadsInfo, match_target, peek_heads
@@ -90,6 +92,29 @@ def is_for_v2(speculative_config: Any) -> bool:
     return bool(speculative_config.medusa_on_v2)
 
 
+@config_class
+class TreeSpeculativeConfig(SpeculativeConfig):
+    """Drafts from heads; ``num_speculative_tokens`` counts draft nodes.
+
+    V2 refuses vLLM's Medusa by name. The method is called ``draft_model``: of the methods whose
+    drafts stay on the device, which V2 and the async scheduler check by name, it is the simplest.
+    There is no draft model, however: no layers, no KV cache and no slots.
+    """
+
+    def __post_init__(self) -> None:
+        """Use the target's configs for the draft: heads have no config that vLLM can read."""
+        self.prompt_lookup_max = self.prompt_lookup_min = 0
+        self.draft_model_config = self.target_model_config
+        self.draft_parallel_config = self.target_parallel_config
+
+    def uses_draft_model(self) -> bool:
+        """False: heads are not a model, so nothing is reserved for one."""
+        return False
+
+    def __repr__(self) -> str:
+        return f"TreeSpeculativeConfig(num_draft_nodes={self.num_speculative_tokens})"
+
+
 CreateConfig = Callable[[dict[str, Any]], Any]  # vLLM's speculative config for other settings
 # (engine arguments, vLLM's own function, model's and parallel config, whether on the V2 runner)
 # -> the options, and vLLM's speculative config
@@ -138,7 +163,7 @@ def prepare(
     speculative.medusa_acceptance = options.acceptance.model_dump(mode="json")
     speculative.medusa_on_v2 = on_v2
     choose_worker(parallel_config, V2_WORKER if on_v2 else V1_WORKER)
-    choose_scheduler(engine_args, has_budget=options.budget is not None)
+    engine_args.scheduler_cls = engine_args.scheduler_cls or EITHER_SCHEDULER
     plain = {KEY: options.to_dict()}
     engine_args.additional_config = {**(engine_args.additional_config or {}), **plain}
     return speculative
@@ -159,8 +184,6 @@ def config_of_heads(
     settings = {"model": DRAFTER, "num_speculative_tokens": nodes}
     if not on_v2:
         return options, create({**settings, "method": "custom_class"})
-    from vllm_medusa.worker.v2.config import TreeSpeculativeConfig
-
     has_schedule = options.budget is not None and parallel_config.data_parallel_size == 1
     return options, TreeSpeculativeConfig(
         method="draft_model",
@@ -282,18 +305,6 @@ def choose_worker(parallel_config: Any, ours: str) -> None:
         raise MedusaConfigError(
             f"worker_cls is {parallel_config.worker_cls!r}, which can't verify trees. Omit "
             f"worker_cls, or derive your worker from {ours}."
-        )
-
-
-def choose_scheduler(engine_args: Any, *, has_budget: bool) -> None:
-    """Use our scheduler, unless the user set one; with a budget, it must derive from ours."""
-    if engine_args.scheduler_cls in (None, EITHER_SCHEDULER):
-        engine_args.scheduler_cls = EITHER_SCHEDULER
-    elif has_budget and not compat.derives_from(engine_args.scheduler_cls, SCHEDULER):
-        raise MedusaConfigError(
-            f"scheduler_cls is {engine_args.scheduler_cls!r}, which has no budget for dynamic "
-            f"trees. Omit scheduler_cls, derive yours from {SCHEDULER}, or use a static "
-            '"tree".'
         )
 
 
