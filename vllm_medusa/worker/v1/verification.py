@@ -19,8 +19,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm_medusa.sampler import NO_TOKEN, Verdict, greedy_walk, lossless_walk
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.worker.requests import TypicalRule
-from vllm_medusa.worker.v1.history import PathHistory
-from vllm_medusa.worker.v1.thinking import has_budgets, one_row_each
+from vllm_medusa.worker.v1.history import PathHistory, has_budgets, one_row_each
 from vllm_medusa.worker.v1.typical import GuidedSampler, typical_paths
 
 
