@@ -103,7 +103,7 @@ def hook_engine(llm: Any) -> Spans:
     if heads is not None:
         spans.hook(heads, "forward", "heads")
         spans.hook(heads, "compute_logits", "heads' LM head")
-    if hasattr(runner, "_compact"):
+    if hasattr(runner, "trees"):
         _hook_trees(spans, runner)
     return spans
 
@@ -113,7 +113,7 @@ def _hook_trees(spans: Spans, runner: Any) -> None:
     from vllm_medusa.worker import cpu_attention
     from vllm_medusa.worker import trees as module
 
-    spans.hook(runner, "_compact", "compaction")
+    spans.hook(runner.trees, "compact", "compaction")
     spans.hook(module.TreeStep, "build", "tree layout")
     spans.hook(module, "write_node_positions", "tree layout")
     spans.hook(cpu_attention, "plan_trees", "tree plan")

@@ -23,8 +23,7 @@ def sized(on_v1: T, on_v2: T) -> T:
 
 def compaction() -> ModuleType:
     """The module where the runner looks up ``compact_group``, for controls that replace it."""
-    name = "cpu_attention" if ON_V2 else "v1.runner"
-    return importlib.import_module(f"vllm_medusa.worker.{name}")
+    return importlib.import_module("vllm_medusa.worker.cpu_attention")
 
 
 @contextmanager

@@ -41,10 +41,14 @@ if ON_V2:
 
     from vllm_medusa.config import AcceptanceConfig
     from vllm_medusa.worker.cuda_graphs import tree_sizes
-    from vllm_medusa.worker.options import V1_WORKER, V2_WORKER, is_medusa
+    from vllm_medusa.worker.options import (
+        V1_WORKER,
+        V2_WORKER,
+        TreeSpeculativeConfig,
+        is_medusa,
+    )
     from vllm_medusa.worker.requests import RequestOptions
     from vllm_medusa.worker.v2 import sampler as sampler_module
-    from vllm_medusa.worker.v2.config import TreeSpeculativeConfig
     from vllm_medusa.worker.v2.noise import persistent_draws
     from vllm_medusa.worker.v2.sampler import TreeSampler
 

@@ -129,6 +129,7 @@ OVERRIDES = {
         "prepare_dummy_inputs", "custom_sampler", "postprocess_state",
     },
     "TreeSampler": {"__init__", "__call__"},
+    "GuidedSampler": {"sample"},
     "TreeScheduler": {
         "schedule", "update_from_output", "make_stats", "update_draft_token_ids", "shutdown",
         "get_grammar_bitmask",

@@ -25,7 +25,7 @@ from vllm_medusa.heads.checkpoint import (
     require_fit,
 )
 from vllm_medusa.heads.eagle import drafter_method
-from vllm_medusa.heads.files import find_checkpoint, find_target
+from vllm_medusa.heads.files import find_checkpoint, find_target, is_drafter
 from vllm_medusa.heads.fingerprint import config_sizes, match_target, target_fingerprint
 from vllm_medusa.heads.model import HeadsError
 
@@ -57,15 +57,14 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
     source, output = options.source, options.output
     files = find_checkpoint(source, options.revision)
     target = None if options.target is None else find_target(options.target)
-    is_drafter = "fc.weight" in {name.rsplit("model.", 1)[-1] for name in files.files}
-    what, formats = ("EAGLE drafters", DRAFTER_FORMATS) if is_drafter else ("heads", FORMATS)
+    info = None if is_drafter(files) else describe(files)
+    what, formats = ("heads", FORMATS) if info else ("EAGLE drafters", DRAFTER_FORMATS)
     if options.to not in formats:
         raise HeadsError(
             f"{source} can't be written as {options.to}: {what} can be {', '.join(formats)}"
         )
     _check_output(options)
     warnings: list[str] = []
-    info = None if is_drafter else describe(files)
     if info is None:
         made = write_drafter(options.to, files, target)
         medusa = dict(made.config.get("medusa") or {})

@@ -27,6 +27,7 @@ from vllm_medusa.heads.files import (
     CheckpointFiles,
     TensorSpec,
     find_checkpoint,
+    is_drafter,
     read_json,
 )
 from vllm_medusa.heads.formats import TOKEN_MAP, Slot, name_of, read_names
@@ -227,7 +228,7 @@ def _check_spec(name: str, slot: Slot, spec: TensorSpec, shape: tuple[int, ...])
 
 
 def _refuse_other_drafters(files: CheckpointFiles) -> None:
-    if "fc.weight" in {name.rsplit("model.", 1)[-1] for name in files.files}:
+    if is_drafter(files):
         raise HeadsError(
             f"{files.label} holds an EAGLE drafter, not heads. Engines take it as "
             '{"method": "eagle3", "model": ..., "tree": "dynamic"} ("eagle" for EAGLE-1 and 2) and '

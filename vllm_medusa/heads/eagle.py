@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_medusa.heads.checkpoint import NO, Check, Verdict, compare
 from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint, find_target
 from vllm_medusa.heads.fingerprint import config_sizes
@@ -49,33 +51,65 @@ def inspect_eagle(
 
     """
     files = find_checkpoint(source, revision)
+    return inspect_drafter(
+        files, {} if target is None else config_sizes(find_target(target).config)
+    )
+
+
+def inspect_drafter(
+    files: CheckpointFiles, target: Mapping[str, Any], method: str | None = None
+) -> EagleInspection:
+    """Inspect a drafter, and check it against a target of these `config_sizes`, if known.
+
+    ``method`` is vLLM's; None: it follows from the tensors.
+    """
     config, names = flat_config(files.config), bare_names(files)
     width: Any = config.get("hidden_size")
     vocab: Any = config.get("vocab_size")
     last_only = reads_last_only(config) and "layers.0.hidden_norm.weight" in names
     if not ("fc.weight" in names or last_only) or not {type(width), type(vocab)} == {int}:
-        raise HeadsError(f"{source} is not an EAGLE drafter, which has an fc.weight and a config")
+        raise HeadsError(
+            f"{files.label} is not an EAGLE drafter, which has an fc.weight and a config"
+        )
     specs = files.specs(names.values())
+    shapes = {name: specs[stored].shape for name, stored in names.items()}
     hidden = config.get("target_hidden_size") or width
-    shape = specs[names["fc.weight"]].shape if "fc.weight" in names else (0, 0)
-    is_first = shape == (width, 2 * hidden) and "lm_head.weight" not in names
-    method, layers = ("eagle", None) if is_first else ("eagle3", named_layers(config))
+    if method is None:
+        is_first = shapes.get("fc.weight") == (width, 2 * hidden) and "lm_head.weight" not in names
+        method = "eagle" if is_first else "eagle3"
+    is_first = method == "eagle"
+    layers = None if is_first else named_layers(config)
+    num_states = 2 if is_first else _num_states(config)
     draft_vocab = config.get("draft_vocab_size") or vocab
     checks = [Check("trees", NO, f"it {why}") for why in not_for_trees(config, names, method)]
+    if target:
+        checks.append(compare("hidden size", hidden, target["hidden_size"]))
+        checks.append(compare("vocabulary", vocab, target["vocab_size"]))
+    for name, shape in (
+        ("fc.weight", (width, num_states * hidden)),
+        ("d2t", (draft_vocab,)),
+        ("lm_head.weight", (draft_vocab, width)),
+    ):
+        if shapes.get(name, shape) != shape:
+            checks.append(
+                Check(
+                    "shapes",
+                    NO,
+                    f"{name} in {files.label} has the shape {list(shapes[name])}; with its config "
+                    f"it would be {list(shape)}. It belongs to another target, or to another "
+                    "method",
+                )
+            )
     if draft_vocab != vocab:
         checks.append(_draft_vocabulary(files, names, draft_vocab, vocab))
     if not is_first and (doubt := doubtful_layers(config)):
         checks.append(Check("numbers of layers", "unknown", doubt))
-    if target is not None:
-        sizes = config_sizes(find_target(target).config)
-        checks.append(compare("hidden size", hidden, sizes["hidden_size"]))
-        checks.append(compare("vocabulary", vocab, sizes["vocab_size"]))
-        if not is_first and sizes["num_layers"] is not None and shape[1]:
-            checks.append(_layers(layers, shape[1] // hidden, sizes["num_layers"]))
+    if not is_first and not last_only and target.get("num_layers") is not None:
+        checks.append(_layers(layers, num_states, target["num_layers"]))
     stored = (s for name, s in specs.items() if not name.endswith(("d2t", "t2d")))
     parameters = sum(spec.num_values for spec in stored)
     return EagleInspection(
-        str(source), method, hidden, vocab, draft_vocab, layers, parameters, checks
+        files.label, method, hidden, vocab, draft_vocab, layers, parameters, checks
     )
 
 
@@ -167,6 +201,12 @@ def named_layers(config: Mapping[str, Any]) -> list[int] | None:
     return list(ids) if ids else None
 
 
+def _num_states(config: Mapping[str, Any]) -> int:
+    """The number of the target's hidden states that an EAGLE-3 drafter reads."""
+    ids = (config.get("eagle_config") or {}).get(LAYER_IDS)
+    return config.get("num_aux_hidden_states") or len(ids or "123")
+
+
 def default_layers(num_layers: int) -> list[int]:
     """The default of vLLM for a target with that many layers."""
     return [2, num_layers // 2, num_layers - 3]
@@ -175,20 +215,27 @@ def default_layers(num_layers: int) -> list[int]:
 def _draft_vocabulary(
     files: CheckpointFiles, names: Mapping[str, str], size: int, vocab: int
 ) -> Check:
-    if "d2t" not in names:
-        return Check("draft vocabulary", NO, f"{size} tokens, but no d2t maps them")
-    ((_, offsets),) = files.tensors([names["d2t"]])
-    ids = offsets.long() + offsets.new_tensor(range(len(offsets))).long()
-    right = len(ids) == size == len(ids.unique()) and ids.min() >= 0 and ids.max() < vocab
     text = f"{size} of {vocab} tokens"
-    return Check("draft vocabulary", *(("fits", text) if right else (NO, f"{text}; bad d2t")))
+    if "d2t" not in names:
+        return Check("draft vocabulary", NO, f'{text}, but no "d2t". The checkpoint is incomplete')
+    ((_, offsets),) = files.tensors([names["d2t"]])
+    ids = offsets.long() + torch.arange(len(offsets))
+    known, low, high = len(ids.unique()), int(ids.min()), int(ids.max())
+    if len(ids) == size == known and low >= 0 and high < vocab:
+        return Check("draft vocabulary", "fits", text)
+    text += f'; its "d2t" has token ids from {low} to {high}, {known} distinct ones of {len(ids)}'
+    return Check("draft vocabulary", NO, f"{text}. It belongs to another target, or is damaged")
 
 
 def _layers(layers: list[int] | None, wanted: int, count: int) -> Check:
-    text = f"reads {wanted} hidden states; its config names {layers or 'no layers'} of {count}"
-    verdict: Verdict = "fits"
-    if layers is None:
-        verdict, layers = "unknown", default_layers(count)
-        text += f", so vLLM takes {layers}"
-    right = len(set(layers)) == wanted and all(0 <= layer <= count for layer in layers)
-    return Check("auxiliary layers", verdict if right else NO, text)
+    verdict: Verdict = "fits" if layers else "unknown"
+    source = "its config has" if layers else "its config has none; vLLM's default is"
+    layers = layers or default_layers(count)
+    right = all(isinstance(layer, int) and 0 <= layer <= count for layer in layers)
+    text = f"it reads {wanted} hidden states; {source} the layers {layers}"
+    if right and len(set(layers)) == len(layers) == wanted:
+        return Check("auxiliary layers", verdict, f"{text} of {count}")
+    text += (
+        f"; {wanted} distinct ones from 0 to {count} are needed. Set {LAYER_IDS!r} in its config"
+    )
+    return Check("auxiliary layers", NO, f"{text}.json to those that it was trained on")

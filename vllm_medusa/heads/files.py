@@ -121,6 +121,11 @@ class CheckpointFiles:
                 yield from ((name, get(name)) for name in wanted)
 
 
+def is_drafter(files: CheckpointFiles) -> bool:
+    """Whether a checkpoint holds an EAGLE drafter."""
+    return any(name.rsplit("model.", 1)[-1] == "fc.weight" for name in files.files)
+
+
 def digest_heads(files: CheckpointFiles) -> str:
     """Digest names, sizes and both ends of the weight files; ``config.json`` may change.
 

@@ -44,28 +44,23 @@ _SIZES = (
 )
 
 
-def target_fingerprint(source: str | Path, *, revision: str | None = None) -> dict[str, Any]:
-    """Fingerprint a target: a local folder, or a hub name that was downloaded before.
-
-    Raises:
-        HeadsError: No weights, or unreadable ones.
-
-    """
-    return fingerprint_of(find_target(source, revision))
+def target_fingerprint(source: str | Path) -> dict[str, Any]:
+    """Fingerprint a target: a local folder, or a hub name that was downloaded before."""
+    return fingerprint_of(find_target(source))
 
 
-def fingerprint_of(files: CheckpointFiles, *, seconds: float | None = None) -> dict[str, Any]:
+def fingerprint_of(files: CheckpointFiles, *, seconds: float = math.inf) -> dict[str, Any]:
     """Fingerprint a target whose files were found.
 
     Returns:
         ``sha256`` of the sampled weights, ``scheme`` of the sampling, and `config_sizes`.
 
     Raises:
-        HeadsError: Unreadable weights.
+        HeadsError: No weights, or unreadable ones.
         TimeoutError: It took longer than ``seconds``.
 
     """
-    digest = _digest(files, math.inf if seconds is None else seconds)
+    digest = _digest(files, seconds)
     return {"sha256": digest, "scheme": SCHEME, **config_sizes(files.config)}
 
 
@@ -88,7 +83,7 @@ def match_target(
     target: str | Path,
     *,
     revision: str | None = None,
-    seconds: float | None = None,
+    seconds: float = math.inf,
     heads: str | Path = "",
 ) -> TargetMatch:
     """Compare the fingerprint stored with heads to a target's.

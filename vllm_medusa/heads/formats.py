@@ -33,15 +33,6 @@ class Slot(NamedTuple):
     kind: str = "weight"  # or "bias"
 
 
-class Names(NamedTuple):
-    """Information from tensor names."""
-
-    spelling: str  # a key of `NAMES`
-    prefix: str  # common to all names of the heads, and to no others
-    slots: dict[Slot, str]  # the heads' tensors -> their names in the file
-    left_over: list[str]  # neither the heads' nor the target's
-
-
 TOKEN_MAP = Slot("token_map")
 NAMES = {
     "v1": {
@@ -90,8 +81,14 @@ def name_of(slot: Slot, spelling: str, num_layers: int) -> str:
     return NAMES[spelling][slot.part].format(head=slot.head, layer=layer, kind=slot.kind)
 
 
-def read_names(names: Iterable[str]) -> Names:
-    """Identify heads' tensors, in the spelling of most names."""
+def read_names(names: Iterable[str]) -> tuple[str, str, dict[Slot, str], list[str]]:
+    """Identify heads' tensors, in the spelling of most names.
+
+    Returns:
+        The spelling, a key of `NAMES`; the prefix common to all names of the heads, and to no
+        others; the heads' tensors and their names; names neither of the heads nor of the target.
+
+    """
     names = list(names)
     ours = head_names(names)
     match = _PREFIX.match(ours[0]) if ours else None
@@ -113,14 +110,13 @@ def read_names(names: Iterable[str]) -> Names:
     if prefix:  # other names are the target's, which has an `lm_head` too
         others = [name for name in names if not is_head_tensor(name)]
         left_over += [name for name in others if _is_heads(name) and name[:8] != "lm_head."]
-    return Names(spelling, prefix, slots, left_over)
+    return spelling, prefix, slots, left_over
 
 
 def heads_alone(names: Iterable[str]) -> bool:
     """Whether these are names of heads only."""
-    found = read_names(names)
-    own = [slot for slot in found.slots if slot != TOKEN_MAP and slot.head is not None]
-    return bool(own) and not found.left_over
+    _, _, slots, left_over = read_names(names)
+    return not left_over and any(slot != TOKEN_MAP and slot.head is not None for slot in slots)
 
 
 def _slot(name: str, spelling: str) -> Slot | None:

@@ -7,12 +7,14 @@ target's last token, e its embedding. The first layer maps these (h + 2) * H val
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_medusa.heads.model import LMHead, MedusaHeads, ResBlock
-from vllm_medusa.heads.packed import Linear, MakeLinear, Packed, target_logits
+from vllm_medusa.heads.model import MedusaHeads, ResBlock
+from vllm_medusa.heads.packed import Linear, MakeLinear, Packed
 
 
 class HydraInput(nn.Module):
@@ -25,16 +27,14 @@ class HydraInput(nn.Module):
         self,
         hidden_size: int,
         head: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **where: Any,  # device and dtype
     ) -> None:
         super().__init__()
         shape = (hidden_size, (head + 2) * hidden_size)
-        self.weight = nn.Parameter(torch.zeros(*shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
-        self.skip_weight = nn.Parameter(torch.eye(*shape, device=device, dtype=dtype))
-        self.skip_bias = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.zeros(*shape, **where))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, **where))
+        self.skip_weight = nn.Parameter(torch.eye(*shape, **where))
+        self.skip_bias = nn.Parameter(torch.zeros(hidden_size, **where))
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., (head + 2) * H] -> [.., H]."""
@@ -45,7 +45,7 @@ class HydraInput(nn.Module):
 class HydraHeads(MedusaHeads):
     """K Hydra heads of L >= 1 layers each; ``blocks`` are the layers after the first.
 
-    LM heads and ``token_map`` are as in `MedusaHeads`; input tokens are target ids.
+    ``lm_heads`` (and ``token_map``) are as in `MedusaHeads`; input tokens are target ids.
     """
 
     def __init__(
@@ -55,26 +55,15 @@ class HydraHeads(MedusaHeads):
         hidden_size: int,
         vocab_size: int,
         *,
-        num_lm_heads: int | None = None,
-        lm_head_bias: bool = False,
-        token_map: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **lm_heads: Any,
     ) -> None:
-        super().__init__(
-            num_heads,
-            num_layers - 1,
-            hidden_size,
-            vocab_size,
-            lm_head_bias=lm_head_bias,
-            token_map=token_map,
-            num_lm_heads=num_lm_heads,
-            device=device,
-            dtype=dtype,
-        )
+        where: Any = {"device": device, "dtype": dtype}
+        super().__init__(num_heads, num_layers - 1, hidden_size, vocab_size, **where, **lm_heads)
         self.num_layers = num_layers
         self.inputs = nn.ModuleList(
-            HydraInput(hidden_size, head, device=device, dtype=dtype) for head in range(num_heads)
+            HydraInput(hidden_size, head, **where) for head in range(num_heads)
         )
         self.embedding: Tensor | None = None  # [>= vocab_size, H]; owned by the target
 
@@ -112,14 +101,6 @@ class HydraHeads(MedusaHeads):
             x = x + F.silu(F.linear(x, block.weight[head], bias))
         return x
 
-    def level_logits(self, head: int, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """One head's logits: [T, H] -> [T, V_draft]; ``lm_head`` as in `compute_logits`."""
-        if self.lm_head_weight is None:
-            return self.compute_logits(x.unsqueeze(1), lm_head).squeeze(1)
-        slot = head if self.num_lm_heads > 1 else 0
-        bias = None if self.lm_head_bias is None else self.lm_head_bias[slot]
-        return F.linear(x, self.lm_head_weight[slot], bias)
-
 
 class PackedHydra(Packed):
     """Packed `HydraHeads.level`."""
@@ -139,9 +120,3 @@ class PackedHydra(Packed):
         for layer in self._layers:
             x = x + F.silu(layer[head](x))
         return x
-
-    def level_logits(self, head: int, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """One head's logits: [T, H] -> [T, V_draft]; ``lm_head`` as in `PackedHeads`."""
-        if self._lm_heads:
-            return self._lm_heads[head if len(self._lm_heads) > 1 else 0](x)
-        return target_logits(lm_head, x, self.vocab_size)

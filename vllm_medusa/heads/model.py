@@ -167,12 +167,12 @@ class MedusaHeads(nn.Module):
             x = block(x, k)
         return x if x.dim() == 3 else x.unsqueeze(1).expand(-1, k, -1)
 
-    def compute_logits(self, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """Logits over the draft vocabulary: x [B, k, H] of the first k heads -> [B, k, V_draft].
+    def compute_logits(self, x: Tensor, lm_head: LMHead | None = None, first: int = 0) -> Tensor:
+        """Logits over the draft vocabulary: x [B, k, H] of k heads -> [B, k, V_draft].
 
-        ``lm_head`` maps [B * k, H] to the target's logits [B * k, >= vocab_size], all of them on
-        every rank; it is required by, and only used by, heads that store no LM head, in a single
-        product for all heads.
+        ``first`` is the first of the heads. ``lm_head`` maps [B * k, H] to the target's logits
+        [B * k, >= vocab_size], all of them on every rank; it is required by, and only used by,
+        heads that store no LM head, in a single product for all heads.
         """
         batch, k, _ = x.shape
         if self.lm_head_weight is None:
@@ -182,11 +182,12 @@ class MedusaHeads(nn.Module):
             if self.token_map is not None:
                 logits = logits.index_select(1, self.token_map)
             return logits.unflatten(0, (batch, k))
-        if self.num_lm_heads == 1:
-            bias = None if self.lm_head_bias is None else self.lm_head_bias[0]
-            return F.linear(x, self.lm_head_weight[0], bias)
-        bias = None if self.lm_head_bias is None else self.lm_head_bias[:k]
-        return _per_head_linear(x, self.lm_head_weight[:k], bias)
+        own = slice(0, 1) if self.num_lm_heads == 1 else slice(first, first + k)
+        weight = self.lm_head_weight[own]
+        bias = None if self.lm_head_bias is None else self.lm_head_bias[own]
+        if len(weight) == 1:
+            return F.linear(x, weight[0], None if bias is None else bias[0])
+        return _per_head_linear(x, weight, bias)
 
 
 def _per_head_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -50,6 +50,22 @@ class Packed:
                 bias = None if bias is None else bias[:, rows].clone()
             self._lm_heads = _per_head(make, weight, bias)
 
+    def compute_logits(self, x: Tensor, lm_head: LMHead | None = None, first: int = 0) -> Tensor:
+        """Logits over the draft vocabulary: [B, K, H] of the heads from ``first`` -> [B, K, V].
+
+        ``lm_head`` is the target's, as for `MedusaHeads.compute_logits`.
+        """
+        if len(self._lm_heads) == self.num_heads and self.num_heads > 1:
+            return _apply(self._lm_heads[first:], x)
+        rows = x.flatten(0, 1)  # [B * K, H]
+        if self._lm_heads:
+            logits = self._lm_heads[0](rows)
+        elif lm_head is None:
+            raise HeadsError("these heads share the target's LM head: pass lm_head")
+        else:
+            logits = lm_head(rows)[:, : self.vocab_size]  # without padding
+        return logits.unflatten(0, x.shape[:2])
+
 
 class PackedHeads(Packed):
     """Packed `MedusaHeads`."""
@@ -63,26 +79,6 @@ class PackedHeads(Packed):
         for layer in self._layers:
             x = x + F.silu(_apply(layer[first:], x))
         return x
-
-    def compute_logits(self, x: Tensor, lm_head: LMHead | None = None, first: int = 0) -> Tensor:
-        """Logits over the draft vocabulary: [B, K, H] of the heads from ``first`` -> [B, K, V].
-
-        ``lm_head`` is the target's, as for `MedusaHeads.compute_logits`.
-        """
-        batch, k, _ = x.shape
-        if len(self._lm_heads) == self.num_heads and self.num_heads > 1:
-            return _apply(self._lm_heads[first:], x)
-        rows = x.flatten(0, 1)  # [B * K, H]
-        if self._lm_heads:
-            return self._lm_heads[0](rows).unflatten(0, (batch, k))
-        return target_logits(lm_head, rows, self.vocab_size).unflatten(0, (batch, k))
-
-
-def target_logits(lm_head: LMHead | None, x: Tensor, vocab_size: int) -> Tensor:
-    """The target's logits for rows, without padding: [T, H] -> [T, vocab_size]."""
-    if lm_head is None:
-        raise HeadsError("these heads share the target's LM head: pass lm_head")
-    return lm_head(x)[:, :vocab_size]
 
 
 def _per_head(make: MakeLinear, weight: Tensor, bias: Tensor | None) -> list[Linear]:

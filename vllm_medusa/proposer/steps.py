@@ -83,8 +83,9 @@ class HydraStep:
         batch, nodes = tokens.shape
         above = self._seen.gather(1, parents.unsqueeze(-1).expand(-1, -1, self._seen.shape[2]))
         self._seen = torch.cat([above, self._embed(tokens).to(above)], -1)
-        x = self._heads.level(level, self._seen.flatten(0, 1))  # [B * k, H]
-        logits = self._heads.level_logits(level, x, self._lm_head).unflatten(0, (batch, nodes))
+        x = self._heads.level(level, self._seen.flatten(0, 1)).unsqueeze(1)  # [B * k, 1, H]
+        logits = self._heads.compute_logits(x, self._lm_head, level).squeeze(1)
+        logits = logits.unflatten(0, (batch, nodes))
         factors = None if self._sharpness is None else self._sharpness[level].expand(nodes)
         noise = None if self._noise is None else self._noise.at(level, level + 1)
         return self._read(logits, width, factors, noise)

@@ -12,6 +12,7 @@ from vllm_medusa.worker.options import (
     ASYNC_ON_V1,
     ASYNC_SCHEDULER,
     EITHER_SCHEDULER,
+    SCHEDULER,
     EngineOptions,
     is_eagle,
     is_for_v2,
@@ -30,6 +31,7 @@ def check_engine(vllm_config: Any) -> None:
     reasons = [
         *_unsupported(vllm_config),
         *(_unsupported_on_v2(vllm_config) if on_v2 else _unsupported_on_v1(vllm_config)),
+        *_without_budget(vllm_config, options),
         *_too_small(vllm_config, options),
         *(unsupported_by_eagle(vllm_config) if is_eagle(vllm_config.speculative_config) else ()),
     ]
@@ -121,15 +123,6 @@ def _unsupported_on_v1(config: Any) -> Iterator[str]:
 
 def _unsupported_on_v2(config: Any) -> Iterator[str]:
     model = config.model_config
-    scheduler = config.scheduler_config
-    if scheduler.async_scheduling and EngineOptions.of(config).budget is not None:
-        chosen = scheduler.scheduler_cls
-        if chosen != EITHER_SCHEDULER and not compat.derives_from(chosen, ASYNC_SCHEDULER):
-            yield (
-                f"scheduler_cls is {chosen!r}, which has no budget with asynchronous "
-                f"scheduling. Omit scheduler_cls, derive yours from {ASYNC_SCHEDULER}, or "
-                "disable it (--no-async-scheduling)."
-            )
     if not config.use_v2_model_runner:
         yield (
             "vLLM fell back to its V1 model runner after V2 was selected. Set "
@@ -158,6 +151,20 @@ def _unsupported_on_v2(config: Any) -> Iterator[str]:
         yield "return_sampling_mask only supports chains. Disable it."
     if model.enable_trace_replay:
         yield "enable_trace_replay only supports chains. Disable it."
+
+
+def _without_budget(config: Any, options: EngineOptions) -> Iterator[str]:
+    """Refuse a user's scheduler that can't choose the number of nodes, which has no budget."""
+    chosen, ahead = config.scheduler_config.scheduler_cls, config.scheduler_config.async_scheduling
+    ours, remedy = SCHEDULER, 'use a static "tree"'
+    if ahead:
+        ours, remedy = ASYNC_SCHEDULER, "disable asynchronous scheduling (--no-async-scheduling)"
+    if options.budget is None or chosen == EITHER_SCHEDULER or compat.derives_from(chosen, ours):
+        return
+    yield (
+        f"scheduler_cls is {chosen!r}, which has no budget for dynamic trees. Omit scheduler_cls, "
+        f"derive yours from {ours}, or {remedy}."
+    )
 
 
 def _too_small(config: Any, options: EngineOptions) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from vllm_medusa.scorer.step import TreeStep
 REPLACES = "CPU_ATTN"
 
 
-# (layout of a layer's cache, its query heads, its window or None)
+# (layout of a layer's cache, its query heads, its window or None); layers of one shape share a plan
 MakePlan = Callable[[CacheLayout, int, int | None], AttentionPlan]
 
 
@@ -51,7 +51,6 @@ class TreeMetadata(CPUAttentionMetadata):
     make_plan: MakePlan | None = None  # never None; a default is required after vLLM's fields
     plain: CPUAttentionMetadata | None = None
     plain_rows: Tensor | None = None  # int64
-    plans: dict[tuple[CacheLayout, int, int], AttentionPlan] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -70,14 +69,6 @@ class TreeMetadata(CPUAttentionMetadata):
             make_plan=make_plan,
             **changes,
         )
-
-    def plan(self, layout: CacheLayout, num_heads: int, window: int) -> AttentionPlan:
-        """The plan shared by all layers of one shape; built by the first."""
-        key = (layout, num_heads, window)
-        if key not in self.plans:
-            assert self.make_plan is not None
-            self.plans[key] = self.make_plan(layout, num_heads, window if window > 0 else None)
-        return self.plans[key]
 
 
 class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -110,6 +101,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         base = (common.seq_lens - torch.from_numpy(step.num_nodes))[trees]
         row_starts = torch.from_numpy(starts[:-1][is_tree].astype(np.int64))
 
+        @functools.cache
         def plan(layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
             return plan_trees(tree, base, table, layout, num_heads, window, row_starts)
 
@@ -121,6 +113,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         """One level of a drafter's trees: ``seen`` bool [B, queries, S], ``base`` int64 [B]."""
         self._expect(with_trees=True)
 
+        @functools.cache
         def plan(layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
             assert window is None, "drafters with a window are refused"
             return plan_branches(seen, base, common.block_table_tensor, layout, num_heads)
@@ -221,7 +214,9 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             output.index_copy_(0, rows, result)
         if self._layout is None:
             self._layout = CacheLayout.of(kv_cache, layer.isa)
-        plan = attn_metadata.plan(self._layout, self.num_heads, self.sliding_window)
+        assert attn_metadata.make_plan is not None
+        window = self.sliding_window if self.sliding_window > 0 else None
+        plan = attn_metadata.make_plan(self._layout, self.num_heads, window)
         tree_attention(
             query, kv_cache, plan, self.scale, self.logits_soft_cap, self.sinks, output,
             truncate=kernel_truncates(),

@@ -15,7 +15,7 @@ The host knows only shapes and upper bounds. No host sync.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from vllm_medusa.proposer.choices import Choices, read_choices
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
-from vllm_medusa.worker.eagle import check_vocabulary, scratch_of
+from vllm_medusa.worker.eagle import scratch_of
 
 NO_SLOT = -1  # slot of entries that are not stored
 _MAX_PENDING_ROWS = 128  # max pending rows processed in one step
@@ -47,17 +47,11 @@ class AcceptedPaths:
     ``last`` have no slot, and no other row attends to them.
     """
 
-    starts: Tensor  # int32 [B + 1], first row of each request
-    starts_cpu: Tensor  # the same on the host
-    max_rows: int  # max rows per request
+    common: CommonAttentionMetadata  # of these rows; slots are `NO_SLOT` after ``last``
     last: Tensor  # int64 [B], the row of each request's last token
     next_ids: Tensor  # integer [T], the next token of each
     positions: Tensor  # int64 [T]
-    slots: Tensor  # int64 [T], or `NO_SLOT`
     features: Tensor  # [T, features], the target's hidden states
-    lengths: Tensor  # integer [B], the position after each request's last row
-    longest: int  # upper bound of `lengths`
-    block_table: Tensor  # int32 [B, blocks]
     ends: Tensor  # int64 [B], the position after each request's last token
 
 
@@ -111,18 +105,23 @@ def accepted_paths(
         row = row + path.nodes[owner, depth]
         slots = torch.where(depth <= path.num_accepted[owner], slots, NO_SLOT)
     next_ids = input_ids[row].roll(-1).to(torch.int64)
+    common = CommonAttentionMetadata(
+        query_start_loc=async_tensor_h2d(starts.astype(np.int32), device=device),
+        query_start_loc_cpu=torch.from_numpy(starts.astype(np.int32)),
+        seq_lens=(computed + size).to(torch.int32),
+        num_reqs=count,
+        num_actual_tokens=len(rows),
+        max_query_len=int(counts.max()),
+        max_seq_len=longest,
+        block_table_tensor=block_table,
+        slot_mapping=slots,
+    )
     return AcceptedPaths(
-        starts=async_tensor_h2d(starts.astype(np.int32), device=device),
-        starts_cpu=torch.from_numpy(starts.astype(np.int32)),
-        max_rows=int(counts.max()),
+        common=common,
         last=first + last,
         next_ids=next_ids.index_copy(0, first + last, next_tokens),
         positions=positions,
-        slots=slots,
         features=torch.cat([state[row] for state in features], -1),
-        lengths=computed + size,
-        longest=longest,
-        block_table=block_table,
         ends=computed + last + 1,
     )
 
@@ -149,17 +148,10 @@ class EagleTrees:
         return scratch_of(self.beam)
 
     def read_vocabulary(self) -> None:
-        """Set the target token ids of a loaded drafter's vocabulary.
-
-        Raises:
-            MedusaConfigError: They are not valid for the target.
-
-        """
+        """Set the target token ids of a loaded drafter's vocabulary."""
         offsets = getattr(self.model, "draft_id_to_target_id", None)
         if offsets is not None:
-            ids = torch.arange(len(offsets), device=offsets.device) + offsets
-            check_vocabulary(ids, self.vllm_config.model_config.get_vocab_size())
-            self.target_ids = ids
+            self.target_ids = torch.arange(len(offsets), device=offsets.device) + offsets
 
     @torch.inference_mode()
     def prefill(self, paths: AcceptedPaths) -> Roots:
@@ -167,20 +159,10 @@ class EagleTrees:
         features = paths.features
         if self.method == "eagle3":
             features = self.model.combine_hidden_states(features)
-        common = CommonAttentionMetadata(
-            query_start_loc=paths.starts,
-            query_start_loc_cpu=paths.starts_cpu,
-            seq_lens=paths.lengths.to(torch.int32),
-            num_reqs=len(paths.ends),
-            num_actual_tokens=len(paths.positions),
-            max_query_len=paths.max_rows,
-            max_seq_len=paths.longest,
-            block_table_tensor=paths.block_table,
-            slot_mapping=paths.slots,
-        )
+        common, last = paths.common, paths.last
         normed, hidden = self._forward(common, paths.next_ids, paths.positions, features)
-        last = paths.last
-        return Roots(normed[last], hidden[last], paths.ends, paths.longest, paths.block_table)
+        table, longest = common.block_table_tensor, common.max_seq_len
+        return Roots(normed[last], hidden[last], paths.ends, longest, table)
 
     @torch.inference_mode()
     def draft(
@@ -281,8 +263,10 @@ class PendingTokens:
         if not plain:
             return self._drafter.prefill(paths)
         self._requests = list(requests)
-        table = paths.block_table if drafts else paths.block_table.clone()  # owned by the runner
-        self._steps.append(replace(paths, block_table=table))
+        if not drafts:  # the table is owned by the runner, which changes it
+            table = paths.common.block_table_tensor.clone()
+            paths = replace(paths, common=replace(paths.common, block_table_tensor=table))
+        self._steps.append(paths)
         depth = len(self._steps)
         enough = depth >= _MAX_PENDING_STEPS or depth * len(requests) >= _MAX_PENDING_ROWS
         return self.flush() if drafts or enough else None
@@ -294,20 +278,25 @@ class PendingTokens:
             return self._drafter.prefill(steps[0]) if steps else None
         last, depth = steps[-1], len(steps)
 
-        def in_turn(name: str) -> Tensor:  # request by request
-            return torch.stack([getattr(step, name) for step in steps], 1).flatten(0, 1)
+        def in_turn(values: Iterable[Tensor]) -> Tensor:  # request by request
+            return torch.stack([*values], 1).flatten(0, 1)
 
-        starts = last.starts * depth
+        starts = last.common.query_start_loc * depth
+        common = replace(
+            last.common,
+            query_start_loc=starts,
+            query_start_loc_cpu=last.common.query_start_loc_cpu * depth,
+            num_actual_tokens=last.common.num_actual_tokens * depth,
+            max_query_len=depth,
+            slot_mapping=in_turn(step.common.slot_mapping for step in steps),
+        )
         paths = replace(
             last,
-            starts=starts,
-            starts_cpu=last.starts_cpu * depth,
-            max_rows=depth,
+            common=common,
             last=starts[1:].to(torch.int64) - 1,
-            next_ids=in_turn("next_ids"),
-            positions=in_turn("positions"),
-            slots=in_turn("slots"),
-            features=in_turn("features"),
+            next_ids=in_turn(step.next_ids for step in steps),
+            positions=in_turn(step.positions for step in steps),
+            features=in_turn(step.features for step in steps),
         )
         return self._drafter.prefill(paths)
 

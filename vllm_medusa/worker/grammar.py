@@ -24,7 +24,6 @@ _MIN_SURVIVAL = 0.05  # below it, only drafts of heads are checked
 
 Row = npt.NDArray[np.int32]  # [ceil(V / 32)]
 Spell = Callable[[Sequence[int]], Sequence[str | None]]  # token ids to their texts
-_NO_RUN = (None, 0)
 Option = tuple[int, int | None, float]  # a child: token, node in the drafts, probability
 
 
@@ -34,7 +33,7 @@ class Candidates:
 
     token_ids: list[int]
     parents: list[int]  # parent node of each, 0 for the root
-    survival: list[float] = field(default_factory=list)  # survival of each, if trees are dynamic
+    survival: list[float] = field(default_factory=list)  # of each; empty if only on the device
     # of each, if chosen by a grammar: whether it is in the run without heads, see `forced_run`
     forced: list[int] = field(default_factory=list)
 
@@ -84,9 +83,9 @@ def choose(
     If only a few tokens are allowed, all of them are drafted, so a forced run is a chain. No drafts
     follow the end of the grammar: the request ends there.
     """
-    given = [1.0, *(drafts.survival or _falling(len(drafts.parents)))]
+    given = [1.0, *drafts.survival]
     children, row = children_of(drafts.parents), mask.numpy()[0]
-    found = Candidates([], [], [])
+    found = Candidates([], [])
 
     def options(node: int | None, survival: float) -> tuple[list[Option], int | None, int]:
         """The allowed children of a node, and the token that is drafted without heads."""
@@ -94,23 +93,18 @@ def choose(
         known = {drafts.token_ids[child - 1]: child for child in below}
         chances = {t: given[child] / max(given[node or 0], 1e-9) for t, child in known.items()}
         if survival < _MIN_SURVIVAL:
-            return [
-                (token, child, chances[token])
-                for token, child in known.items()
-                if grammar.validate_tokens([token])
-            ], *_NO_RUN
-        grammar.fill_bitmask(mask, 0)
-        few = few_tokens(row, vocab_size)
-        if few is None:
-            return [
-                (t, child, chances[t]) for t, child in known.items() if allows(row, t)
-            ], *_NO_RUN
-        if not few:  # only stop tokens may be allowed: vLLM then ends the request
-            return [], *_NO_RUN
-        prior = spelling.chances(few, longest)
-        chance = among_few(prior, [chances.get(token, 0.0) for token in few])
-        several = [(t, known.get(t), p) for t, p in zip(few, chance, strict=True)]
-        return several, few[prior.index(max(prior))], FORCED if len(few) == 1 else LIKELY
+            allowed = [token for token in known if grammar.validate_tokens([token])]
+        else:
+            grammar.fill_bitmask(mask, 0)
+            few = few_tokens(row, vocab_size)
+            if few:
+                prior = spelling.chances(few, longest)
+                chance = among_few(prior, [chances.get(token, 0.0) for token in few])
+                several = [(t, known.get(t), p) for t, p in zip(few, chance, strict=True)]
+                return several, few[prior.index(max(prior))], FORCED if len(few) == 1 else LIKELY
+            # none: only stop tokens may be allowed, and vLLM then ends the request
+            allowed = [] if few is not None else [t for t in known if allows(row, t)]
+        return [(token, known[token], chances[token]) for token in allowed], None, 0
 
     def descend(node: int | None, new: int, survival: float, depth: int, run: float) -> None:
         several, forced, kind = options(node, survival)
@@ -165,9 +159,9 @@ def forced_run(
     Its first token is included at any probability, to report its survival. For the
     arguments see `choose`.
     """
+    none = Candidates([], [])
     if max_depth < 1:
-        return Candidates([], [])
-    none = Candidates([], [], [])
+        return none
     found = choose(grammar, none, 1, mask, vocab_size, spelling, longest, max_depth)
     return found.subset(
         [
@@ -218,11 +212,6 @@ def among_few(prior: Sequence[float], chances: Sequence[float]) -> list[float]:
     if total <= 0.0 or len(prior) == 1:
         return list(prior)
     return [(p + chance / total) / 2 for p, chance in zip(prior, chances, strict=True)]
-
-
-def _falling(count: int) -> list[float]:
-    """Placeholder survivals for a static tree, where only the order of nodes is known."""
-    return [0.5 * (1.0 - index / (count + 1)) for index in range(count)]
 
 
 def fill_masks(

@@ -61,8 +61,7 @@ class GrammarDrafts:
             drafts = self._allowed(request, candidates)
         elif request.use_structured_output:
             drafts = self._within_reasoning(request, candidates)
-        run = _run_of(drafts)
-        return _draft(request, drafts.first(max_drafts), constrained=constrained, run=run)
+        return _draft(request, drafts.first(max_drafts), constrained)
 
     def forced(self, request: Request) -> Draft | None:
         """The drafts that the grammar nearly forces, for a request without drafts from heads."""
@@ -74,7 +73,7 @@ class GrammarDrafts:
             _grammar(request), depth, self._buffer(1)[:1], self.vocab_size, self._spelling, chance
         )
         run = run.first(_before(self._ignored_end(request), run))
-        return _draft(request, run, constrained=True, run=_run_of(run))
+        return _draft(request, run, constrained=True)
 
     def scheduled(
         self, request: Request, candidates: Candidates, count: int
@@ -91,7 +90,7 @@ class GrammarDrafts:
             nodes = range(1, 1 + len(drafts.parents))
             ends = (node for node in nodes if not self._reasons(request, drafts.path(node)))
             known = next(ends, 1 + len(drafts.parents)) - 1
-        draft = _draft(request, drafts, constrained=constrained)
+        draft = _draft(request, drafts, constrained)
         draft.token_ids = drafts.token_ids[:known]
         return draft, draft.token_ids + [-1] * (count - known)
 
@@ -213,13 +212,7 @@ class GrammarDrafts:
         return self._chances[params is None or params.temperature >= GREEDY_BELOW]
 
 
-def _draft(
-    request: Request,
-    drafts: Candidates,
-    *,
-    constrained: bool,
-    run: list[tuple[int, int]] | None = None,
-) -> Draft:
+def _draft(request: Request, drafts: Candidates, constrained: bool) -> Draft:
     return Draft(
         drafts.survival,
         copied=drafts.forced or [0] * len(drafts.survival),
@@ -227,12 +220,8 @@ def _draft(
         token_ids=drafts.token_ids,
         parents=drafts.parents,
         constrained=constrained,
-        run=run or [],
+        run=[pair for pair in zip(drafts.token_ids, drafts.forced, strict=False) if pair[1]],
     )
-
-
-def _run_of(drafts: Candidates) -> list[tuple[int, int]]:
-    return [pair for pair in zip(drafts.token_ids, drafts.forced, strict=False) if pair[1]]
 
 
 def _before(end: int | None, drafts: Candidates) -> int:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
+from vllm.config import SpeculativeConfig
+from vllm.config.utils import config as config_class
 
 from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, resolve_tree
 from vllm_medusa.heads import HeadsError, HeadsInfo, match_target, peek_heads
@@ -91,9 +93,33 @@ def is_for_v2(speculative_config: Any) -> bool:
     return bool(speculative_config.medusa_on_v2)
 
 
+@config_class
+class TreeSpeculativeConfig(SpeculativeConfig):
+    """Drafts from heads; ``num_speculative_tokens`` counts draft nodes.
+
+    V2 refuses vLLM's Medusa by name. The method is called ``draft_model``: of the methods whose
+    drafts stay on the device, which V2 and the async scheduler check by name, it is the simplest.
+    There is no draft model, however: no layers, no KV cache and no slots.
+    """
+
+    def __post_init__(self) -> None:
+        """Use the target's configs for the draft: heads have no config that vLLM can read."""
+        self.prompt_lookup_max = self.prompt_lookup_min = 0
+        self.draft_model_config = self.target_model_config
+        self.draft_parallel_config = self.target_parallel_config
+
+    def uses_draft_model(self) -> bool:
+        """False: heads are not a model, so nothing is reserved for one."""
+        return False
+
+    def __repr__(self) -> str:
+        return f"TreeSpeculativeConfig(num_draft_nodes={self.num_speculative_tokens})"
+
+
+CreateConfig = Callable[[dict[str, Any]], Any]  # vLLM's speculative config for other settings
 # (engine arguments, vLLM's own function, model's and parallel config, whether on the V2 runner)
 # -> the options, and vLLM's speculative config
-MakeConfig = Callable[[Any, Callable[..., Any], Any, Any, bool], tuple[EngineOptions, Any]]
+MakeConfig = Callable[[Any, CreateConfig, Any, Any, bool], tuple[EngineOptions, Any]]
 
 
 def prepare(
@@ -127,49 +153,46 @@ def prepare(
         raise MedusaConfigError(ASYNC_ON_V1)
     if compat.on_cuda():
         choose_triton_attention(engine_args)
-    options, speculative = make(engine_args, original, model_config, parallel_config, on_v2)
+
+    def create(settings: dict[str, Any]) -> Any:
+        changed = copy.copy(engine_args)
+        changed.speculative_config = settings
+        changed.spec_method = changed.spec_model = changed.spec_tokens = None
+        return original(changed, model_config, parallel_config)
+
+    options, speculative = make(engine_args, create, model_config, parallel_config, on_v2)
     speculative.medusa_acceptance = options.acceptance.model_dump(mode="json")
     speculative.medusa_on_v2 = on_v2
     choose_worker(parallel_config, V2_WORKER if on_v2 else V1_WORKER)
-    choose_scheduler(engine_args, has_budget=options.budget is not None)
+    engine_args.scheduler_cls = engine_args.scheduler_cls or EITHER_SCHEDULER
     plain = {KEY: options.to_dict()}
     engine_args.additional_config = {**(engine_args.additional_config or {}), **plain}
     return speculative
 
 
 def config_of_heads(
-    engine_args: Any,
-    original: Callable[..., Any],
-    model_config: Any,
-    parallel_config: Any,
-    on_v2: bool,
+    engine_args: Any, create: CreateConfig, model_config: Any, parallel_config: Any, on_v2: bool
 ) -> tuple[EngineOptions, Any]:
     """The options for heads or lookup, and a config with one draft token per draft node.
 
-    The config is of a custom proposer; on V2, which has none, of our own class.
+    The config is of a custom proposer; on V2, which has none, of our own class. With a budget,
+    many steps have no drafts. V2 captures full CUDA graphs for them, and for whole trees, if
+    its own draft-length schedule has both; our scheduler sets the counts. With data-parallel
+    replicas vLLM would ignore a schedule with a warning.
     """
-    config = MedusaConfig.from_speculative_config(merged(engine_args))
-    options = resolve(config, model_config)
+    options = resolve(MedusaConfig.from_speculative_config(merged(engine_args)), model_config)
     nodes = options.tree.num_draft_tokens
-    if on_v2:
-        from vllm_medusa.worker.v2.config import tree_speculative_config
-
-        has_budget = options.budget is not None
-        return options, tree_speculative_config(
-            DRAFTER, nodes, model_config, parallel_config, has_budget
-        )
-    requested = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": nodes}
-    return options, original(
-        with_speculation(engine_args, requested), model_config, parallel_config
+    settings = {"model": DRAFTER, "num_speculative_tokens": nodes}
+    if not on_v2:
+        return options, create({**settings, "method": "custom_class"})
+    has_schedule = options.budget is not None and parallel_config.data_parallel_size == 1
+    return options, TreeSpeculativeConfig(
+        method="draft_model",
+        num_speculative_tokens_per_batch_size=[(1, 1, nodes), (2, 2, 0)] if has_schedule else None,
+        target_model_config=model_config,
+        target_parallel_config=parallel_config,
+        **settings,
     )
-
-
-def with_speculation(engine_args: Any, speculative_config: dict[str, Any]) -> Any:
-    """A copy of vLLM's arguments with another speculative config than the user's."""
-    changed = copy.copy(engine_args)
-    changed.speculative_config = speculative_config
-    changed.spec_method = changed.spec_model = changed.spec_tokens = None
-    return changed
 
 
 def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
@@ -290,18 +313,6 @@ def choose_worker(parallel_config: Any, ours: str) -> None:
         raise MedusaConfigError(
             f"worker_cls is {parallel_config.worker_cls!r}, which can't verify trees. Omit "
             f"worker_cls, or derive your worker from {ours}."
-        )
-
-
-def choose_scheduler(engine_args: Any, *, has_budget: bool) -> None:
-    """Use our scheduler, unless the user set one; with a budget, it must derive from ours."""
-    if engine_args.scheduler_cls in (None, EITHER_SCHEDULER):
-        engine_args.scheduler_cls = EITHER_SCHEDULER
-    elif has_budget and not compat.derives_from(engine_args.scheduler_cls, SCHEDULER):
-        raise MedusaConfigError(
-            f"scheduler_cls is {engine_args.scheduler_cls!r}, which has no budget for dynamic "
-            f"trees. Omit scheduler_cls, derive yours from {SCHEDULER}, or use a static "
-            '"tree".'
         )
 
 

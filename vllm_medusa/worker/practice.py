@@ -24,7 +24,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_medusa.budget.acceptance import Acceptance, Drafted, Nodes
 from vllm_medusa.budget.policy import Auto, best
-from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.drafts import Draft
 from vllm_medusa.worker.options import EngineOptions
@@ -78,13 +77,10 @@ class _Practice(TreeScheduler):
     policy: _Script
 
     def new_policy(self) -> _Script:
-        cost, problem = self.costs.load()
-        if problem:
-            compat.logger.info("Measuring step costs again: %s", problem)
-        self.known_steps = cost.steps
-        tree = self.options.tree
-        assert isinstance(tree, DynamicTree)
-        return _Script(cost, Acceptance(), self.max_drafts, tree.top_limit)
+        known = super().new_policy()
+        assert isinstance(known, Auto)
+        self.known_steps = known.cost.steps
+        return _Script(known.cost, Acceptance(), self.max_drafts, known.top_limit)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Use chains of arbitrary tokens as drafts if there are no heads."""

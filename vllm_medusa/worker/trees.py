@@ -7,7 +7,7 @@ drafts to a prefix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -26,6 +26,8 @@ from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.worker.attention import platform_attention
+from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.drafts import TreeDrafts
 from vllm_medusa.worker.grammar import Candidates
 from vllm_medusa.worker.options import EngineOptions
@@ -35,12 +37,9 @@ from vllm_medusa.worker.requests import RequestOptions
 class Drafter(Protocol):
     """A drafter: Medusa or Hydra heads, or an EAGLE drafter.
 
-    To add heads that draft from the target's hidden state: the model and its tensors' names
-    (`heads`, `heads.formats`), its step (`proposer.steps`, a `Marginal` or `Branching` of
-    `proposer.build`), and its case in `drafting.MedusaDrafter`, `proposer.drafts.propose_tree` and
-    `options._dynamic`. A drafter with its own KV cache is another class with this protocol,
-    like `eagle_trees.EagleTrees`: a function like `eagle.config_of_eagle` makes its options,
-    `v1.worker` and `v2.speculator` choose its runner or speculator.
+    Heads that draft from the target's hidden state are a case of `drafting.MedusaDrafter`,
+    `proposer.drafts.propose_tree` and `options._dynamic`, with a step in `proposer.steps`. For a
+    drafter with its own KV cache, like `eagle_trees.EagleTrees`, see CONTRIBUTING.md.
     """
 
     tree: TreeTensors | None  # one static tree for all requests; None: dynamic trees
@@ -112,6 +111,21 @@ class Trees:
         self.step: TreeStep | None = None  # None: no request has drafts
         self.verdict: Verdict | None = None
 
+    def bind(
+        self, layers: Mapping[str, Any], kv_cache_config: Any, drafters: Collection[str]
+    ) -> None:
+        """Check the attention layers, and store those in which accepted paths are compacted.
+
+        These are not the ``drafters`` layers: a drafter handles accepted paths itself.
+        """
+        check_layers(layers, kv_cache_config)
+        self._layers = layers
+        self._groups = {
+            index: names
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            if (names := [name for name in group.layer_names if name not in drafters])
+        }
+
     def begin(
         self,
         slots: Tensor,  # int64 [B]
@@ -137,6 +151,15 @@ class Trees:
         """End the step and return its verdict. A dummy step may follow without a layout."""
         verdict, self.step, self.verdict = self.verdict, None, None
         return verdict
+
+    def compact(self) -> None:
+        """Move the accepted paths to contiguous slots, in every KV cache group and layer."""
+        step, verdict = self.step, self.verdict
+        if step is None or verdict is None:
+            return
+        move, path = platform_attention().compact_group, verdict.path
+        for group, names in self._groups.items():
+            move(self._layers, names, step.slots(group), path.nodes, path.num_accepted)
 
     def write_positions(self, positions: Tensor, base: Tensor) -> None:
         """Set each node's position to its context length plus its depth; slots are unchanged.

@@ -29,7 +29,7 @@ from support.planted import planted_by_seed
 from support.runner import async_scheduling
 from vllm_medusa.heads import save_heads
 from vllm_medusa.worker import practice
-from vllm_medusa.worker.v1.thinking import install_moves
+from vllm_medusa.worker.v1.history import install_moves
 
 _MOST_STEPS = 20_000
 

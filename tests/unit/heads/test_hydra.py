@@ -50,8 +50,9 @@ def test_every_head_equals_the_definition(own, token_map):
         torch.testing.assert_close(logits[row, head], expected, rtol=1e-4, atol=1e-4)
         seen = torch.cat([states[row], embedding[tokens].flatten()])[None]
         for form in (heads, stored, packed):
-            one = form.level_logits(head, form.level(head, seen), lambda x: x @ lm_head.T)
-            torch.testing.assert_close(one[0], expected, rtol=1e-4, atol=1e-4)
+            x = form.level(head, seen).unsqueeze(1)
+            one = form.compute_logits(x, lambda x: x @ lm_head.T, head)
+            torch.testing.assert_close(one[0, 0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_untrained_heads_predict_what_the_target_predicts():

@@ -91,7 +91,7 @@ def random_drafts(rng, num_nodes, text):
             tokens.append(token)
             parents.append(parent)
             depth.append(depth[parent] + 1)
-    return Candidates(tokens, parents)
+    return Candidates(tokens, parents, [0.5 / (1 + node) for node in range(num_nodes)])
 
 
 def test_every_mask_is_the_mask_of_its_path(schema, drafted):
@@ -137,7 +137,7 @@ def test_forced_tokens_are_drafted_without_heads(compiler, row, spelling):
         best.append(chosen.token_ids[node - 1])
     assert tokenizer().decode(best) == "return self</s>"
     assert best[-1] == tokenizer().eos_token_id
-    assert choose(at(compiled, best), Candidates([5], [0]), 9, *more).token_ids == []
+    assert choose(at(compiled, best), Candidates([5], [0], [0.5]), 9, *more).token_ids == []
     assert choose(at(compiled, best[:-1]), Candidates([], []), 9, *more) == Candidates(
         best[-1:], [0], [1.0], [FORCED]
     )
@@ -188,7 +188,7 @@ def test_a_dead_end_has_no_drafts(compiler, spelling):
     grammar = XgrammarGrammar(vocab_size=VOCAB, matcher=matcher, ctx=compiled)
     mask = mask_of(grammar)[None]
     assert few_tokens(mask.numpy()[0], VOCAB) == []
-    assert choose(grammar, Candidates([5, 6], [0, 0]), 5, mask, VOCAB, spelling, 0.9) == (
-        Candidates([], [], [])
-    )
+    assert choose(
+        grammar, Candidates([5, 6], [0, 0], [0.5, 0.4]), 5, mask, VOCAB, spelling, 0.9
+    ) == (Candidates([], [], []))
     assert forced_run(grammar, 5, mask, VOCAB, spelling, 0.9).token_ids == []

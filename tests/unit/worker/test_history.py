@@ -45,10 +45,10 @@ def test_the_path_counts_as_output(changes):
     given = metadata(**changes)
     assert needs_tokens(given) and not needs_tokens(metadata())
     history = PathHistory(given, 2)
-    assert history.at(0, BOTH).output_token_ids == [[7], [8, 9]]
+    assert history.at(BOTH).output_token_ids == [[7], [8, 9]]
     history.extend(torch.tensor([1, 2]))
     history.extend(torch.tensor([3, 4]))
-    assert history.at(2, BOTH).output_token_ids == [[7, 1, 3], [8, 9, 2, 4]]
+    assert history.at(BOTH).output_token_ids == [[7, 1, 3], [8, 9, 2, 4]]
     assert given.output_token_ids == [[7], [8, 9]]
 
 

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
-from vllm_medusa.worker.v1.thinking import install_moves
+from vllm_medusa.worker.v1.history import install_moves
 
 ONE_WAY, SWAP = MoveDirectionality.UNIDIRECTIONAL, MoveDirectionality.SWAP
 

@@ -96,7 +96,3 @@ class EagleModelRunner(MedusaModelRunner):
             plain=step is None and len(paths.positions) == count,
             drafts=scheduler_output.num_spec_tokens_to_schedule > 0,
         )
-
-    def _targets_layers(self, names: list[str]) -> list[str]:
-        own = self.drafter.layer_names
-        return [name for name in names if name not in own]

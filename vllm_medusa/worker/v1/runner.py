@@ -7,6 +7,7 @@ trees' part of it), the forward pass, `_sample` (verify, then compact the KV cac
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,14 @@ from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import MAX_NODES
 from vllm_medusa.tree.drafts import DraftTrees
-from vllm_medusa.worker.checks import check_layers
-from vllm_medusa.worker.cpu_attention import TreeMetadataBuilder, compact_group
+from vllm_medusa.worker.cpu_attention import TreeMetadataBuilder
 from vllm_medusa.worker.drafts import TreeDrafts, tree_parents
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import CANDIDATES, follows_grammar
 from vllm_medusa.worker.target import heads_left_out
 from vllm_medusa.worker.trees import Trees, tree_drafts
-from vllm_medusa.worker.v1.verification import TreeVerifier, draws_splitmix
+from vllm_medusa.worker.v1.typical import GuidedSampler
+from vllm_medusa.worker.v1.verification import draws_splitmix, verify
 
 
 class MedusaModelRunner(CPUModelRunner):
@@ -37,11 +38,14 @@ class MedusaModelRunner(CPUModelRunner):
 
     trees: Trees
     speculative_config: Any
+    sampler: Any
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         self._options = EngineOptions.of(vllm_config)
-        self._verifier = TreeVerifier(self.sampler)
+        stock = self.sampler
+        self.sampler = GuidedSampler(stock.logprobs_mode, stock.use_fp64_gumbel)
+        self._verifier = functools.partial(verify, self.sampler)
         self._slots: dict[str, int] = {}  # of running requests; vLLM reorders its batch
         self._free = list(range(vllm_config.scheduler_config.max_num_seqs))
         self._drafts = TreeDrafts([], [])  # to be sent to the scheduler
@@ -58,7 +62,9 @@ class MedusaModelRunner(CPUModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Check that every layer's attention supports trees."""
         super().initialize_kv_cache(*args, **kwargs)
-        check_layers(self.compilation_config.static_forward_context, self.kv_cache_config)
+        layers = self.compilation_config.static_forward_context
+        own = getattr(self.drafter, "layer_names", ())
+        self.trees.bind(layers, self.kv_cache_config, own)
 
     def _update_states(self, scheduler_output: Any) -> Any:
         """As in vLLM; also assigns a slot to each running request."""
@@ -139,8 +145,7 @@ class MedusaModelRunner(CPUModelRunner):
         trees.verdict, output = self._verifier(
             logits, trees.step, metadata, rule, self._discarded()
         )
-        if trees.step is not None and trees.verdict is not None:
-            self._compact(trees.step, trees.verdict)
+        trees.compact()
         return output
 
     def propose_draft_token_ids(
@@ -266,7 +271,7 @@ class MedusaModelRunner(CPUModelRunner):
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Hide the generators of discarded requests: vLLM rewinds them, which fails on CPUs.
 
-        No rewind is needed: they were not used (`TreeVerifier`).
+        No rewind is needed: they were not used (`verify`).
         """
         generators = self.input_batch.generators
         if not generators:
@@ -278,17 +283,6 @@ class MedusaModelRunner(CPUModelRunner):
             return super()._bookkeeping_sync(*args, **kwargs)
         finally:
             generators.update(hidden)
-
-    def _compact(self, step: TreeStep, verdict: Verdict) -> None:
-        """Move the accepted path to contiguous slots, in every KV cache group and layer."""
-        path, layers = verdict.path, self.compilation_config.static_forward_context
-        for gid, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            names = self._targets_layers(group.layer_names)
-            compact_group(layers, names, step.slots(gid), path.nodes, path.num_accepted)
-
-    def _targets_layers(self, names: list[str]) -> list[str]:
-        """The attention layers of ``names`` that verify."""
-        return names
 
     def _discarded(self) -> list[int]:
         """Requests whose token is discarded, if any request has a generator."""

@@ -1,18 +1,21 @@
-"""Typical acceptance for the requests that select it, with vLLM's processed logits."""
+"""Typical acceptance for the requests that select it, with vLLM's processed logits.
+
+Their paths are chosen first, from the logits of all nodes. The walk then follows them, because its
+sampler is given their tokens.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_medusa.sampler import Path, Verdict, close_path, combine, typical_path
+from vllm_medusa.sampler import NO_TOKEN, close_path, typical_path
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.worker.requests import TypicalRule
@@ -24,126 +27,52 @@ from vllm_medusa.worker.v1.history import (
 )
 
 
-@dataclass(frozen=True)
-class TypicalChoice:
-    """Paths chosen by the typical rule for Q of the B requests; the walk only ends them."""
+class GuidedSampler(Sampler):
+    """vLLM's sampler, but some requests' tokens may be given; their logprobs are then of these."""
 
-    sampler: Sampler
-    raw: Tensor  # [Q, N, V] the target's logits
-    processed: Tensor  # float32 [Q, N, V] after penalties, temperature and truncation
-    tree: TreeBatch  # of the Q
-    token_ids: Tensor  # int64 [Q, N]
-    requests: Tensor  # int64 [Q] index among B
-    path: Path  # of the Q
-    paths: list[list[int]]  # [B] accepted token ids; empty for the others
-    greedy_root: Tensor  # bool [Q]
+    tokens: Tensor | None = None  # int64 [B], `NO_TOKEN`: sampled
 
-    @classmethod
-    def make(
-        cls,
-        sampler: Sampler,
-        logits: Tensor,
-        step: TreeStep,
-        metadata: SamplingMetadata,
-        typical: TypicalRule,
-    ) -> TypicalChoice:
-        """Process the rows of the Q requests as plain decoding would, then choose their paths."""
-        requests = typical.mask.nonzero().flatten()
-        chosen = requests.tolist()
-        tree = step.tree.select(requests)
-        token_ids = step.token_ids[requests]
-        raw = logits[step.row_of_node[requests]]  # [Q, N, V]
-        rows = raw.flatten(0, 1)
-        processed = _process(sampler, rows, metadata, chosen, tree, token_ids).view(*raw.shape)
-        path = typical_path(
-            tree,
-            token_ids,
-            processed.softmax(-1),
-            typical.epsilon[requests],
-            typical.delta[requests],
-        )
-        accepted = token_ids.gather(1, path.nodes)[:, 1:].tolist()
-        paths: list[list[int]] = [[] for _ in range(step.batch_size)]
-        for request, tokens, count in zip(
-            chosen, accepted, path.num_accepted.tolist(), strict=True
-        ):
-            paths[request] = tokens[:count]
-        roots = typical.greedy_root[requests]
-        return cls(sampler, raw, processed, tree, token_ids, requests, path, paths, roots)
+    def sample(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As in vLLM, with the given tokens."""
+        sampled, logprobs = super().sample(*args, **kwargs)
+        if self.tokens is not None:
+            sampled = torch.where(self.tokens == NO_TOKEN, sampled, self.tokens)
+        return sampled, logprobs
 
-    def hide(self, tree: TreeBatch) -> TreeBatch:
-        """The batch's trees with those of the Q truncated to the root, so that no walk descends."""
-        return replace(tree, num_nodes=tree.num_nodes.index_fill(0, self.requests, 1))
 
-    def start(self, nodes: Tensor) -> Tensor:
-        """Make the Q sample at their last accepted node: nodes int64 [B]."""
-        return nodes.index_copy(0, self.requests, self.path.last_node)
+def typical_paths(
+    sampler: Sampler,
+    logits: Tensor,  # [sum of num_nodes, V]
+    step: TreeStep,
+    metadata: SamplingMetadata,
+    typical: TypicalRule,
+) -> tuple[Tensor, Tensor]:
+    """Choose the paths of the typical requests, with their rows processed as in plain decoding.
 
-    def end(self, tokens: Tensor) -> Tensor:
-        """The token that ends the step (int64 [B]); the argmax with greedy_root."""
-        last = self.processed[torch.arange(len(self.requests)), self.path.last_node]  # [Q, V]
-        ended = torch.where(self.greedy_root, last.argmax(-1), tokens[self.requests])
-        return tokens.index_copy(0, self.requests, ended)
+    Returns:
+        The tokens of a walk along them, int64 [B, D + 1], and the drafts that it may accept, int64
+        [B, N]. `NO_TOKEN` is a token to be sampled (the last one without ``greedy_root``, and all
+        of other requests), and a draft that is not on a typical request's path.
 
-    def merge(self, verdict: Verdict) -> Verdict:
-        """Put the Q's accepted paths before the last token from the walk."""
-        final = verdict.output_token_ids[self.requests, 0]
-        mine = close_path(self.path, self.token_ids, final)
-
-        return combine(lambda into, own: into.index_copy(0, self.requests, own), verdict, mine)
-
-    def merge_logprobs(
-        self, logprobs: LogprobsTensors, verdict: Verdict, metadata: SamplingMetadata
-    ) -> LogprobsTensors:
-        """Set the logprobs of the Q's whole paths: [B, L, ...] -> [B, L', ...]."""
-        columns = int(verdict.path.num_accepted.max()) + 1
-        nodes = self.path.nodes[:, :columns]  # [Q, L']
-        source = self.processed if "processed" in self.sampler.logprobs_mode else self.raw
-        rows = source[torch.arange(len(self.requests)).unsqueeze(1), nodes].flatten(0, 1)
-        if self.sampler.logprobs_mode.endswith("logits"):
-            rows = rows.to(torch.float32)
-        else:
-            rows = self.sampler.compute_logprobs(rows)
-        tokens = verdict.output_token_ids[self.requests, :columns].flatten().clamp(min=0)
-        if metadata.logprob_token_ids:
-            mine = self._of_named_tokens(
-                rows, tokens, columns, logprobs.logprobs.shape[-1], metadata
-            )
-        else:
-            mine = self.sampler.gather_logprobs(rows, metadata.max_num_logprobs, tokens)
-
-        def put(into: Tensor, values: Tensor) -> Tensor:
-            short = columns - into.shape[1]
-            if short > 0:  # a lossless walk was shorter; its added columns are not read
-                into = torch.cat([into, into[:, -1:].expand(-1, short, *into.shape[2:])], 1)
-            values = values.view(len(self.requests), columns, *values.shape[1:])
-            return into[:, :columns].index_copy(0, self.requests, values.to(into.dtype))
-
-        return LogprobsTensors(*map(put, logprobs[:3], mine[:3]))
-
-    def _of_named_tokens(
-        self, rows: Tensor, tokens: Tensor, columns: int, width: int, metadata: SamplingMetadata
-    ) -> LogprobsTensors:
-        """Logprobs of requested token ids: rows [Q * L', V] -> [Q * L', width].
-
-        As in vLLM's sampler, they replace the most probable tokens in the whole batch, and a
-        request with fewer ids than another is padded.
-        """
-        named = metadata.logprob_token_ids or {}
-        lists = {
-            place * columns + column: named.get(request, [])
-            for place, request in enumerate(self.requests.tolist())
-            for column in range(columns)
-        }
-        found = self.sampler.gather_specific_token_logprobs(rows, lists, tokens)
-        assert found is not None
-        missing = width - found.logprobs.shape[-1]
-        pad = torch.nn.functional.pad
-        return LogprobsTensors(
-            pad(found.logprob_token_ids, (0, missing)),
-            pad(found.logprobs, (0, missing), value=-torch.inf),
-            found.selected_token_ranks,
-        )
+    """
+    requests = typical.mask.nonzero().flatten()  # [Q]
+    tree, token_ids = step.tree.select(requests), step.token_ids[requests]  # of the Q
+    raw = logits[step.row_of_node[requests]]  # [Q, N, V]
+    processed = _process(
+        sampler, raw.flatten(0, 1), metadata, requests.tolist(), tree, token_ids
+    ).view(*raw.shape)
+    epsilon, delta = typical.epsilon[requests], typical.delta[requests]
+    path = typical_path(tree, token_ids, processed.softmax(-1), epsilon, delta)
+    likeliest = processed[torch.arange(len(requests)), path.last_node].argmax(-1)
+    final = torch.where(typical.greedy_root[requests], likeliest, NO_TOKEN)
+    tokens = close_path(path, token_ids, final).output_token_ids
+    given = torch.full((step.batch_size, tokens.shape[1]), NO_TOKEN)
+    off_path = torch.ones_like(token_ids, dtype=torch.bool).scatter(1, path.nodes, False)
+    drafts = token_ids.masked_fill(off_path, NO_TOKEN)
+    return (
+        given.index_copy(0, requests, tokens),
+        step.token_ids.index_copy(0, requests, drafts),
+    )
 
 
 def _histories(tree: TreeBatch, token_ids: Tensor) -> list[list[int]]:

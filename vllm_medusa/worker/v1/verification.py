@@ -15,91 +15,67 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.sampler import Sampler
 
-from vllm_medusa.sampler import Verdict, greedy_walk, lossless_walk
+from vllm_medusa.sampler import NO_TOKEN, Verdict, greedy_walk, lossless_walk
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.worker.requests import TypicalRule
-from vllm_medusa.worker.v1.history import PathHistory
-from vllm_medusa.worker.v1.thinking import has_budgets, one_row_each
-from vllm_medusa.worker.v1.typical import TypicalChoice
+from vllm_medusa.worker.v1.history import PathHistory, has_budgets, one_row_each
+from vllm_medusa.worker.v1.typical import GuidedSampler, typical_paths
 
 
-class TreeVerifier:
-    """Computes verdicts from the logits of all nodes, in place of vLLM's rejection sampler."""
+def verify(
+    sampler: GuidedSampler,
+    logits: Tensor,
+    step: TreeStep | None,
+    metadata: SamplingMetadata,
+    typical: TypicalRule | None,
+    discarded: list[int],
+) -> tuple[Verdict | None, SamplerOutput]:
+    """Decide every request's path and tokens, in place of vLLM's rejection sampler.
 
-    def __init__(self, sampler: Sampler):
-        self.sampler = sampler
+    Args:
+        sampler: the engine's.
+        logits: [sum of num_nodes, V], the target's logits at every node; not modified.
+        step: The trees; None: plain sampling without a verdict.
+        metadata: vLLM's sampling metadata of the B requests.
+        typical: The requests with the typical rule, or None.
+        discarded: Requests whose token vLLM discards (unfinished prefills); they do not
+            advance their generators.
 
-    def __call__(
-        self,
-        logits: Tensor,
-        step: TreeStep | None,
-        metadata: SamplingMetadata,
-        typical: TypicalRule | None,
-        discarded: list[int],
-    ) -> tuple[Verdict | None, SamplerOutput]:
-        """Decide every request's path and tokens.
+    Returns:
+        The verdict, and vLLM's output: int32 [B, columns] token ids padded with -1, and the
+        logprobs of [B * columns] rows if any request needs them.
 
-        Args:
-            logits: [sum of num_nodes, V], the target's logits at every node; not modified.
-            step: The trees; None: plain sampling without a verdict.
-            metadata: vLLM's sampling metadata of the B requests.
-            typical: The requests with the typical rule, or None.
-            discarded: Requests whose token vLLM discards (unfinished prefills); they do not
-                advance their generators.
+    """
+    metadata = _without(metadata, discarded)
+    if step is None:
+        return None, sampler(logits=logits, sampling_metadata=one_row_each(metadata))
+    if typical is None and _is_plain_greedy(metadata):
+        return _finish(greedy_walk(logits, step.cu_nodes, step.tree, step.token_ids), [])
+    given, drafts = None, step.token_ids
+    if typical is not None:
+        given, drafts = typical_paths(sampler, logits, step, metadata, typical)
+    history = PathHistory(metadata, step.batch_size)
+    levels: list[LogprobsTensors] = []
 
-        Returns:
-            The verdict, and vLLM's output: int32 [B, columns] token ids padded with -1, and the
-            logprobs of [B * columns] rows if any request needs them.
+    def sample(level: int, nodes: Tensor, active: Tensor) -> Tensor:
+        if given is not None:
+            sampler.tokens = given[:, level]
+            active = active & (given[:, level] == NO_TOKEN)
+        rows = step.row_of_node.gather(1, nodes.unsqueeze(1)).squeeze(1)
+        output = sampler(logits=logits[rows], sampling_metadata=history.at(active))
+        tokens = output.sampled_token_ids.squeeze(1).to(torch.int64)
+        if output.logprobs_tensors is not None:
+            levels.append(output.logprobs_tensors)
+        history.extend(tokens)
+        return tokens
 
-        """
-        if step is None:
-            plain = one_row_each(_without(metadata, discarded))
-            return None, self.sampler(logits=logits, sampling_metadata=plain)
-        if typical is None and _is_plain_greedy(metadata):
-            return _finish(greedy_walk(logits, step.cu_nodes, step.tree, step.token_ids), None)
-        return self._walk(logits, step, metadata, typical, discarded)
-
-    def _walk(
-        self,
-        logits: Tensor,
-        step: TreeStep,
-        metadata: SamplingMetadata,
-        typical: TypicalRule | None,
-        discarded: list[int],
-    ) -> tuple[Verdict, SamplerOutput]:
-        metadata = _without(metadata, discarded)
-        choice = (
-            TypicalChoice.make(self.sampler, logits, step, metadata, typical) if typical else None
-        )
-        tree = step.tree if choice is None else choice.hide(step.tree)
-        history = PathHistory(metadata, step.batch_size, choice.paths if choice else None)
-        levels: list[LogprobsTensors] = []
-
-        def sample(level: int, nodes: Tensor, active: Tensor) -> Tensor:
-            if choice is not None and level == 0:
-                nodes = choice.start(nodes)
-            rows = step.row_of_node.gather(1, nodes.unsqueeze(1)).squeeze(1)
-            output = self.sampler(logits=logits[rows], sampling_metadata=history.at(level, active))
-            tokens = output.sampled_token_ids.squeeze(1).to(torch.int64)
-            if choice is not None and level == 0:
-                tokens = choice.end(tokens)
-            if output.logprobs_tensors is not None:
-                levels.append(output.logprobs_tensors)
-            history.extend(tokens)
-            return tokens
-
-        verdict = lossless_walk(tree, step.token_ids, sample)
-        logprobs = _by_request(levels) if levels else None
-        if choice is not None:
-            verdict = choice.merge(verdict)
-            if logprobs is not None:
-                logprobs = choice.merge_logprobs(logprobs, verdict, metadata)
-        return _finish(verdict, logprobs)
+    verdict = lossless_walk(step.tree, drafts, sample)
+    sampler.tokens = None
+    return _finish(verdict, levels)
 
 
-def draws_splitmix(sampler: Sampler) -> bool:
+def draws_splitmix(sampler: GuidedSampler) -> bool:
     """Whether it draws with noise hashed from one seed per token, as vLLM does on x86 and ARM."""
     own = sampler.topk_topp_sampler
     return own.forward == own.forward_cpu and not own.use_fp64_gumbel
@@ -132,16 +108,15 @@ def _without(metadata: SamplingMetadata, discarded: list[int]) -> SamplingMetada
     return replace(metadata, generators=kept)
 
 
-def _by_request(levels: list[LogprobsTensors]) -> LogprobsTensors:
-    """L levels of [B, ...] -> [B, L, ...]."""
-    parts = zip(*(level[:3] for level in levels), strict=True)
-    return LogprobsTensors(*(torch.stack(part, 1) for part in parts))
+def _finish(verdict: Verdict, levels: list[LogprobsTensors]) -> tuple[Verdict, SamplerOutput]:
+    """Output for vLLM, with only as many columns as the longest verdict.
 
-
-def _finish(verdict: Verdict, logprobs: LogprobsTensors | None) -> tuple[Verdict, SamplerOutput]:
-    """Output for vLLM, with only as many columns as the longest verdict."""
+    ``levels`` are the logprobs [B, ...] of each level of the walk, if any.
+    """
     columns = int(verdict.path.num_accepted.max()) + 1
     tokens = verdict.output_token_ids[:, :columns].to(torch.int32)
-    if logprobs is not None:
-        logprobs = LogprobsTensors(*(part[:, :columns].flatten(0, 1) for part in logprobs[:3]))
+    logprobs = None
+    if levels:
+        parts = zip(*(level[:3] for level in levels), strict=True)
+        logprobs = LogprobsTensors(*(torch.stack(part, 1).flatten(0, 1) for part in parts))
     return verdict, SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)

@@ -16,8 +16,8 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
     def init_device(self) -> None:
         """Build the runner; CPUWorker hardcodes its class, so the name is patched temporarily."""
         from vllm_medusa.worker.v1.eagle import EagleModelRunner
+        from vllm_medusa.worker.v1.history import install_moves
         from vllm_medusa.worker.v1.runner import MedusaModelRunner
-        from vllm_medusa.worker.v1.thinking import install_moves
 
         install_moves()
         install_attention()

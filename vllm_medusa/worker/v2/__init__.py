@@ -5,7 +5,7 @@ assumption of vLLM's own part, a *chain* of drafts, that it replaces:
 
     part of vLLM                      replaced by                 chain -> tree
     --------------------------------  --------------------------  ---------------------------------
-    SpeculativeConfig                 config.TreeSpeculative-     drafts are tree nodes, parents
+    SpeculativeConfig                 options.TreeSpeculative-    drafts are tree nodes, parents
                                       Config                      first; a prefix is still a tree
     Worker.init_device                worker.MedusaWorker         installs the two below
     init_speculator (patched)         speculator.TreeSpeculator   the next drafts follow the last

@@ -119,7 +119,7 @@ class EagleTreeSpeculator(TreeSpeculator):
             int(batch.seq_lens_cpu_upper_bound.numpy()[:count].max()),
         )
         if dummy_run:
-            paths.slots.fill_(NO_SLOT)
+            paths.common.slot_mapping.fill_(NO_SLOT)
             return self.drafter.prefill(paths)
         plain = verdict is None and len(paths.positions) == count
         return self._pending.roots(batch.req_ids, paths, plain=plain, drafts=drafts)

@@ -272,21 +272,22 @@ class TreeSpeculator(DraftModelSpeculator):
             found.survival = [[] for _ in drafts.req_ids]
         return found
 
-    def survival(self) -> tuple[list[str], Any] | None:
-        """The requests of the last drafts and their log-survivals, copied to the host async.
+    def sent_with_output(self) -> dict[str, Any]:
+        """What the scheduler needs of the last drafts, copied to the host async, by attribute.
 
-        They arrive before the results of later work on the device.
+        ``tree_survival``: the requests, and their log-survivals [B, K]; with lookup
+        ``tree_copies``: tokens and sources, int64 [B, K]. They arrive before the results of later
+        work on the device.
         """
-        if self._drafts is None or self.trees.static is not None:
-            return None
-        return self._drafted_for, async_copy_to_np(self._drafts.log_survival[:, 1:])
-
-    def copies(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The last drafts and their sources, int64 [B, K], copied to the host async."""
-        if self._drafts is None or self.trees.lookup is None:
-            return None
-        tokens, source = self._drafts.token_ids, self._drafts.source
-        return async_copy_to_np(tokens)[:, 1:], async_copy_to_np(source)[:, 1:]
+        drafts = self._drafts
+        if drafts is None or self.trees.static is not None:
+            return {}
+        sent: dict[str, Any] = {}
+        sent["tree_survival"] = self._drafted_for, async_copy_to_np(drafts.log_survival[:, 1:])
+        if self.trees.lookup is not None:
+            both = async_copy_to_np(drafts.token_ids), async_copy_to_np(drafts.source)
+            sent["tree_copies"] = both[0][:, 1:], both[1][:, 1:]
+        return sent
 
     def _claim_memory(self, hidden_states: Tensor) -> None:
         """Allocate the logits of the max number of nodes of a step once.

@@ -17,8 +17,6 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_medusa.config import MedusaConfigError
-from vllm_medusa.worker.attention import platform_attention
-from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.target import adapted_heads, name_rows
 from vllm_medusa.worker.v2.sampler import TreeSampler
 
@@ -54,16 +52,11 @@ class TreeModelState(DefaultModelState):
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
-        """Store the KV cache groups, in which accepted paths are compacted."""
+        """Check that every layer's attention supports trees."""
         super().initialize_kv_cache(kv_cache_config, block_tables)
         layers = self.vllm_config.compilation_config.static_forward_context
-        check_layers(layers, kv_cache_config)
         drafts = {name for name in layers if getattr(layers[name], "is_draft_layer", False)}
-        self._groups = {  # of the target: a drafter handles accepted paths itself
-            index: names
-            for index, group in enumerate(kv_cache_config.kv_cache_groups)
-            if (names := [name for name in group.layer_names if name not in drafts])
-        }
+        self.speculator.trees.bind(layers, kv_cache_config, drafts)
         self._adapted = adapted_heads(self.model)
 
     def prepare_attn(
@@ -140,17 +133,10 @@ class TreeModelState(DefaultModelState):
     def postprocess_state(
         self, idx_mapping: Tensor, num_sampled: Tensor, num_computed_tokens: Tensor | None = None
     ) -> None:
-        """Move the accepted paths to contiguous slots, in every KV cache group and layer.
+        """Compact the accepted paths; a chain's drafts are already in their place.
 
-        A chain's accepted drafts are already there. This is the last access to the
-        cache before the next forward pass, which finds the same cache as in plain decoding.
+        This is the last access to the cache before the next forward pass, which finds the same
+        cache as in plain decoding.
         """
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
-        trees = self.speculator.trees
-        step, verdict = trees.step, trees.verdict
-        if step is None or verdict is None:
-            return
-        compact = platform_attention().compact_group
-        layers = self.vllm_config.compilation_config.static_forward_context
-        for group, names in self._groups.items():
-            compact(layers, names, step.slots(group), verdict.path.nodes, verdict.path.num_accepted)
+        self.speculator.trees.compact()

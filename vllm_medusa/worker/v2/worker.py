@@ -57,14 +57,12 @@ class MedusaWorker(Worker):
 
         vLLM's output is on its way to the host here too, and holds what is attached to it.
         """
-        survival = copies = None
+        sent = {}
         if self.vllm_config.scheduler_config.async_scheduling:
-            speculator = cast(Any, self.model_runner).speculator
-            survival, copies = speculator.survival(), speculator.copies()
+            sent = cast(Any, self.model_runner).speculator.sent_with_output()
         output = super().sample_tokens(*args, **kwargs)
-        if survival is not None and isinstance(output, AsyncOutput):
-            of_step: Any = output.model_runner_output
-            of_step.tree_survival, of_step.tree_copies = survival, copies
+        if isinstance(output, AsyncOutput):
+            vars(output.model_runner_output).update(sent)
         return output
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
