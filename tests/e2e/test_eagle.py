@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_medusa.budget.policy import Fixed
+from vllm_medusa.noise import Seeds
 from vllm_medusa.worker import cpu_attention
 from vllm_medusa.worker.eagle_trees import EagleTrees, PendingTokens
 
@@ -128,6 +129,21 @@ def test_eagle_1(case: Case, plain: Any) -> None:
     with engine(case.target, config, block_size=32, enable_prefix_caching=True) as llm:
         one = Case(case.target, case.model, drafter, str(folder), [], [])
         assert run(one, llm, plain, every=4, some=slice(6)) > 20
+
+
+def test_shared_noise_changes_no_token(case: Case, plain: Any, monkeypatch: Patch) -> None:
+    """Before `llm`, too."""
+    used, gumbel = [], Seeds.gumbel
+
+    def recorded(self: Seeds, first: int, stop: int, token_ids: Any) -> Any:
+        used.append(first)
+        return gumbel(self, first, stop, token_ids)
+
+    monkeypatch.setattr(Seeds, "gumbel", recorded)
+    config = eagle_config(case, {"width": 3, "depth": 3}, budget=8, shared_noise=True)
+    with engine(case.target, config, block_size=32) as llm:
+        assert differing(plain, complete(llm, LONG, PARAMS)) == []
+    assert {0, 1, 2} <= set(used)
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,9 @@ from vllm_medusa.tree.presets import load_preset
 
 pytestmark = pytest.mark.engine
 
-TOKENS = sized(48, 8)
+TOKENS = sized(48, 10)
 TREE = "mc_sim_7b_63"
-PROMPTS = code_prompts(0, sized(12, 4))
+PROMPTS = code_prompts(0, sized(12, 6))
 PARAMS = [greedy(TOKENS, temperature=1.0, seed=seed) for seed in range(len(PROMPTS))]
 
 

@@ -40,4 +40,5 @@ def make_case(folder: Path) -> Case:
 
 
 def eagle_config(case: Case, tree: Any, **options: Any) -> dict[str, Any]:
-    return {"method": "eagle3", "model": case.folder, "tree": tree, **options}
+    noise = {"shared_noise": False}  # confidences are then the drafter's own
+    return {"method": "eagle3", "model": case.folder, "tree": tree, **noise, **options}

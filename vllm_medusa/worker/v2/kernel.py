@@ -22,9 +22,10 @@ def gumbel_noise(
 ) -> Tensor:
     """Noise of the tokens at levels ``first`` to ``stop`` - 1: fp32 [B, levels, V]."""
     batch, count = len(slots), len(token_ids)
+    rows = [each.contiguous() for each in (token_ids, seeds, slots, positions, temperature)]
     found = torch.empty((batch, stop - first, count), device=token_ids.device)
     _gumbel_kernel[(batch, stop - first, triton.cdiv(count, _BLOCK))](
-        found, token_ids, seeds, slots, positions, temperature, first, count, BLOCK=_BLOCK
+        found, *rows, first, count, BLOCK=_BLOCK
     )
     return found
 

@@ -224,7 +224,7 @@ class TreeSpeculator(DraftModelSpeculator):
             depth = trees.useful_depth(host_slots, num_tokens, num_sampled)
         if trees.options.heads is not None and drafter_limit != 0:
             stream = None if dummy_run else self._stream(host_slots, slots, num_tokens)
-            drafts = self.drafter.draft(states, root, nodes, depth, drafter_limit, stream=stream)
+            drafts = self.drafter.draft(states, root, nodes, depth, drafter_limit, None, stream)
         else:
             drafts = DraftTrees.roots(batch, nodes, self.device)
         if not dummy_run:
