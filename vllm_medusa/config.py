@@ -1,10 +1,9 @@
 """User options, validated once from plain dicts; the only module that reads os.environ.
 
 The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`, `EagleConfig`), a request may
-override the acceptance rule in ``SamplingParams.extra_args["medusa"]``
-(`AcceptanceConfig.from_extra_args`), and `resolve_tree` returns a validated `TokenTree` from any
-form of a tree. Invalid options raise `MedusaConfigError` with the value, the allowed values and the
-remedy.
+override the acceptance rule and limit its drafts in ``SamplingParams.extra_args["medusa"]``
+(`RequestConfig`), and `resolve_tree` returns a validated `TokenTree` from any form of a tree.
+Invalid options raise `MedusaConfigError` with the value, the allowed values and the remedy.
 """
 
 from __future__ import annotations
@@ -98,10 +97,23 @@ class AcceptanceConfig(_Options):
             )
         return cls(**{str(key): option for key, option in (value or {}).items()})
 
+
+class RequestConfig(AcceptanceConfig):
+    """A request's own options, ``SamplingParams(extra_args={"medusa": {...}})``.
+
+    ``max_draft_tokens`` are draft nodes per step; 0 decodes the request as plain vLLM does.
+    """
+
+    label: ClassVar[str] = "Medusa request option"
+
+    max_draft_tokens: int | None = Field(
+        default=None, ge=0, description="an integer of 0 or more; omit it for no limit"
+    )
+
     @classmethod
     def from_extra_args(
         cls, extra: Mapping[str, Any] | None, default: AcceptanceConfig
-    ) -> AcceptanceConfig:
+    ) -> RequestConfig:
         """Apply a request's ``extra_args={"medusa": {"acceptance": "typical", ...}}``.
 
         Missing options come from ``default``, unless the request changes the mode: then they have
@@ -109,7 +121,7 @@ class AcceptanceConfig(_Options):
         arguments: the mode, or the JSON of the dict.
 
         Raises:
-            MedusaConfigError: As for `parse`.
+            MedusaConfigError: Another type, an unknown key or a value out of bounds.
 
         """
         if not isinstance(extra or {}, Mapping):
@@ -117,18 +129,16 @@ class AcceptanceConfig(_Options):
                 f"SamplingParams.extra_args is {shown(extra)}; use a dict, or omit it."
             )
         options = (extra or {}).get("medusa")
-        if options is None:
-            return default
         if isinstance(options, str):
             options = _read_text(options)
-        if not isinstance(options, Mapping):
+        if not isinstance(options or {}, Mapping):
             raise MedusaConfigError(
                 f'SamplingParams.extra_args["medusa"] is {shown(options)}; use a dict such as '
                 '{"acceptance": "typical"}, or its JSON as a string.'
             )
-        given = dict(options)
+        given = {str(key): value for key, value in (options or {}).items()}
         given["mode"] = given.pop("acceptance", default.mode)
-        return cls.parse(given if given["mode"] != default.mode else default.model_dump() | given)
+        return cls(**(given if given["mode"] != default.mode else default.model_dump() | given))
 
 
 WIDTH, DEPTH, DRAFTS = 10, 6, 59  # EAGLE-2's: 60 nodes, root included

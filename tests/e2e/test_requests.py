@@ -1,4 +1,4 @@
-"""A bad request fails alone; engines with and without trees run in turn in one process."""
+"""Options of single requests; engines with and without trees in turn in one process."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["epsilon is 7", "at most 1"],
     ),
     "idle": ({"extra_args": {"medusa": {"epsilon": 0.2}}}, ["has no effect in lossless mode"]),
+    "drafts": ({"extra_args": {"medusa": {"max_draft_tokens": -1}}}, ["max_draft_tokens is -1"]),
     "no_dict": ({"extra_args": {"medusa": 7}}, ["is 7", "use a dict"]),
     "tree": ({"extra_args": {"medusa": {"tree": [[0]]}}}, ["'tree'", "allowed"]),
     "thinking": ({"thinking_token_budget": 5}, ["thinking_token_budget"]),
@@ -71,6 +72,22 @@ def test_a_bad_request_fails_alone(llm: LLM, reference: Reference, name: str) ->
         assert word in str(caught.value)
     assert llm.llm_engine.get_num_unfinished_requests() == 0
     assert_works(llm, reference.part(0, sized(len(reference.prompts), 1)))
+
+
+def test_a_request_limits_its_drafts(llm: LLM, reference: Reference) -> None:
+    """0: as plain vLLM; 2: at most two nodes; the others of the batch have whole trees."""
+    part, limits = reference.part(0, 3), (0, 2, None)
+    own = [{} if n is None else {"medusa": {"max_draft_tokens": n}} for n in limits]
+    with planted(part.prompts, part.outputs, VOCAB), recorded_steps() as steps:
+        got = complete(llm, part.prompts, [greedy(TOKENS, extra_args=each) for each in own])
+    assert differing(part.completions, got) == []
+    rows = [row for step in steps for row in step]
+    most = {
+        p: max(row.num_nodes for row in rows if row.prompt == p) for p in map(tuple, part.prompts)
+    }
+    whole = llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens
+    assert list(most.values()) == [1, 3, 1 + whole]
+    assert any(row.accepted for row in rows if row.num_nodes == 3)
 
 
 def test_engines_in_a_row(reference: Reference, chaotic_llama: str, random_heads: str) -> None:

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, resolve_tree
+from vllm_medusa.config import (
+    AcceptanceConfig,
+    MedusaConfig,
+    MedusaConfigError,
+    RequestConfig,
+    resolve_tree,
+)
 from vllm_medusa.tree.presets import DEFAULT_TREE, load_preset
 from vllm_medusa.tree.topology import TokenTree
 
@@ -59,7 +65,8 @@ class TestRequestArguments:
     @pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {"medusa": None}])
     @pytest.mark.parametrize("default", [AcceptanceConfig(), TYPICAL])
     def test_missing_options_keep_the_default(self, extra, default):
-        assert AcceptanceConfig.from_extra_args(extra, default) is default
+        expected = RequestConfig(**default.model_dump())
+        assert RequestConfig.from_extra_args(extra, default) == expected
 
     @pytest.mark.parametrize(
         ("options", "default", "expected"),
@@ -78,7 +85,14 @@ class TestRequestArguments:
     def test_overrides(self, options, default, expected):
         if isinstance(expected, dict):
             expected = AcceptanceConfig(mode="typical", **expected)
-        assert AcceptanceConfig.from_extra_args({"medusa": options}, default) == expected
+        found = RequestConfig.from_extra_args({"medusa": options}, default)
+        assert found == RequestConfig(**expected.model_dump())
+
+    @pytest.mark.parametrize("default", [AcceptanceConfig(), TYPICAL])
+    def test_a_limit_of_drafts_keeps_the_rule(self, default):
+        for options in ({"max_draft_tokens": 0}, '{"max_draft_tokens": 0}'):
+            found = RequestConfig.from_extra_args({"medusa": options}, default)
+            assert found == RequestConfig(**default.model_dump(), max_draft_tokens=0)
 
     @pytest.mark.parametrize(
         ("options", "words"),
@@ -94,11 +108,15 @@ class TestRequestArguments:
             ({"acceptance": "typcal"}, "mode is 'typcal'"),
             ({"epsilon": 0.5}, "has no effect in lossless mode"),
             ({"acceptance": "typical", "epsilon": 5}, "epsilon is 5"),
+            ({"max_draft_tokens": -1}, "max_draft_tokens is -1; use an integer of 0 or more"),
+            ({"max_draft_tokens": True}, "max_draft_tokens is True; use an integer"),
+            ({"max_draft_tokens": "2"}, "max_draft_tokens is '2'; use an integer"),
+            ({"max_drafts": 2}, "'max_drafts' is unknown .did you mean 'max_draft_tokens'"),
         ],
     )
     def test_refusals(self, options, words):
         with pytest.raises(MedusaConfigError, match=words):
-            AcceptanceConfig.from_extra_args({"medusa": options}, AcceptanceConfig())
+            RequestConfig.from_extra_args({"medusa": options}, AcceptanceConfig())
 
 
 class TestTree:

@@ -43,7 +43,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
         greedy(1),
         greedy(14, stop_token_ids=ends, min_tokens=3),
         greedy(9, repetition_penalty=1.2),
-        greedy(14),
+        greedy(14, extra_args={"medusa": {"max_draft_tokens": 2}}),
     ]
     return [*prompts, prompts[0]], params
 

@@ -25,6 +25,7 @@ SUITE = [  # the tests of a file share an engine, so files are not split
     "tests/e2e/test_typical.py::test_equals_the_oracle",
     "tests/e2e/test_typical.py::test_penalties_count_the_path",
     "tests/e2e/test_requests.py::test_a_bad_request_fails_alone",
+    "tests/e2e/test_requests.py::test_a_request_limits_its_drafts",
     "tests/e2e/test_refusals.py::test_a_layer_with_its_own_backend_starts_no_engine",
 ]
 

@@ -52,6 +52,13 @@ class Draft(Drafted):
         sampled = params is None or params.temperature >= GREEDY_BELOW
         self.kind = int(sampled) + 2 * follows_grammar(params)
 
+    def keep(self, count: int) -> None:
+        """Drop all but the best ``count`` drafts."""
+        self.token_ids, self.survival = self.token_ids[:count], self.survival[:count]
+        if self.copied is not None:
+            self.copied = self.copied[:count]
+        self.limit = count if self.limit is None else min(self.limit, count)
+
 
 def tree_parents(scheduler_output: SchedulerOutput) -> Mapping[str, list[int]]:
     """The topologies of requests with a grammar: the parent of each draft of the step."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_medusa.config import AcceptanceConfig, MedusaConfigError
+from vllm_medusa.config import AcceptanceConfig, MedusaConfigError, RequestConfig
 from vllm_medusa.tree.forms import shown
 from vllm_medusa.worker.options import is_for_v2, is_medusa
 from vllm_medusa.worker.overrides import override
@@ -38,7 +38,7 @@ def _validate(original: Callable[..., None]) -> Callable[..., None]:
 
         default = AcceptanceConfig(**speculative_config.medusa_acceptance)
         try:
-            acceptance = AcceptanceConfig.from_extra_args(self.extra_args, default)
+            acceptance = RequestConfig.from_extra_args(self.extra_args, default)
         except MedusaConfigError as error:
             raise VLLMValidationError(
                 str(error), parameter="extra_args", value=shown(self.extra_args)
@@ -58,6 +58,14 @@ def _validate(original: Callable[..., None]) -> Callable[..., None]:
             )
 
     return _validate_spec_decode
+
+
+def request_config(params: SamplingParams | None, default: AcceptanceConfig) -> RequestConfig:
+    """A request's own options, in the engine."""
+    try:
+        return RequestConfig.from_extra_args(params and params.extra_args, default)
+    except MedusaConfigError:  # the front end refuses these; the engine must not crash
+        return RequestConfig()
 
 
 def follows_grammar(params: Any) -> bool:
@@ -98,10 +106,7 @@ class RequestOptions:
 
     def add(self, slot: int, params: SamplingParams, prompt_len: int) -> None:
         """Add a request to a slot, which may have been used before."""
-        try:
-            rule = AcceptanceConfig.from_extra_args(params.extra_args, self.default)
-        except ValueError:  # the front end refuses these; the engine must not crash
-            rule = AcceptanceConfig()
+        rule = request_config(params, self.default)
         max_tokens = self._max_model_len
         if params.max_tokens is not None:
             max_tokens = min(max_tokens, prompt_len + params.max_tokens)

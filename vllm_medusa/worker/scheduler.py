@@ -42,6 +42,7 @@ from vllm_medusa.worker.drafts import Draft, survival_of
 from vllm_medusa.worker.grammar_drafts import GrammarDrafts
 from vllm_medusa.worker.metrics import StepReport
 from vllm_medusa.worker.options import EngineOptions, absolute
+from vllm_medusa.worker.requests import request_config
 
 _SAVE_SECONDS, _SAVE_IDLE_SECONDS = 60.0, 10.0  # the end of an engine is not announced
 _SAVE_STEPS = 50  # min new steps to write
@@ -103,9 +104,12 @@ class TreeScheduler(Scheduler):
         return Auto(cost, acceptance, self.max_drafts, top_limit, even=self.ahead)
 
     def add_request(self, request: Request) -> None:
-        """Add a request; its accepted drafts are counted by depth."""
+        """Add a request, or more input of one; its accepted drafts are counted by depth."""
         self._has_sessions |= request.resumable
         super().add_request(request)
+        own = request_config(request.sampling_params, self.options.acceptance).max_draft_tokens
+        added: Any = self.requests.get(request.request_id, request)
+        added.max_draft_tokens = own  # None: no limit
         if request.spec_decode_metrics is not None:
             runs = self.grammar.run_depth if request.use_structured_output else 0
             depth = max(self.options.depth, runs)
@@ -247,10 +251,16 @@ class TreeScheduler(Scheduler):
     def _limit(self, requests: int) -> int:
         """Max nodes to draft per request, for that many requests."""
         assert self.policy is not None
+        if not self._some_draft():
+            return 0
         room = self.max_num_scheduled_tokens - requests
         if self.options.max_rows is not None:
             room = min(room, self.options.max_rows - requests)
         return self.policy.limit(requests, room, self._prefills)
+
+    def _some_draft(self) -> bool:
+        """Whether any running request allows drafts."""
+        return any(max_draft_tokens(request) != 0 for request in self.running)
 
     def _draft_of(self, req_id: str) -> Draft | None:
         """The pending draft of a request; its id may have been reused."""
@@ -286,7 +296,8 @@ class TreeScheduler(Scheduler):
             request = self.requests.get(req_id)
             if request is None or request.is_finished():
                 continue
-            if request.is_prefill_chunk:
+            own = max_draft_tokens(request)
+            if request.is_prefill_chunk or own == 0:
                 request.spec_token_ids = []
                 continue
             if req_id in candidates:
@@ -301,6 +312,8 @@ class TreeScheduler(Scheduler):
                 draft = Draft(values, request=request, token_ids=tokens)
                 draft.copied = sources.get(req_id, [0] * len(values) if copies else None)
             draft.limit = self._limit_of_last
+            if own is not None:
+                draft.keep(own)
             found[req_id] = draft
         return found
 
@@ -420,22 +433,27 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        if self.policy is None:
-            return
-        count = self._even_count() if scheduler_output.num_scheduled_tokens else 0
-        scheduler_output.num_spec_tokens_to_schedule = count
+        if self.policy is not None:
+            count = self._even_count() if scheduler_output.num_scheduled_tokens else 0
+            scheduler_output.num_spec_tokens_to_schedule = count
         self._report.chosen = 0
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[req_id]
-            if not request.is_prefill_chunk:
+            if request.is_prefill_chunk:
+                continue
+            if self.policy is not None:
                 request.spec_token_ids = [-1] * (count if _may_use_drafts(request) else 0)
-                self._report.chosen += len(request.spec_token_ids)
+            if (own := max_draft_tokens(request)) is not None:
+                request.spec_token_ids = request.spec_token_ids[:own]
+            self._report.chosen += len(request.spec_token_ids)
 
     def _even_count(self) -> int:
         """Number of drafts per running request in the next step."""
         assert self.policy is not None
         requests = len(self.running)
         maximum = min(self.max_drafts, self._room() // max(requests, 1))
+        if not self._some_draft():
+            return 0
         return min(maximum, self.policy.limit(requests, requests * maximum)) if maximum else 0
 
 
@@ -476,6 +494,11 @@ def _accepted_copies(draft: Draft, nodes: int, accepted: list[int]) -> list[int]
     pairs = zip(chain, accepted, strict=False)
     path = itertools.takewhile(lambda pair: pair[0][0] == pair[1], pairs)
     return [source for (_, source), _ in path]
+
+
+def max_draft_tokens(request: Request) -> int | None:
+    """The request's own limit of draft nodes per step; None: no limit."""
+    return getattr(request, "max_draft_tokens", None)
 
 
 def _may_use_drafts(request: Request) -> bool:
