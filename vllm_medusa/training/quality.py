@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_medusa.training.losses import CHUNK, IGNORED, LMHead
+from vllm_medusa.training.losses import CHUNK, LMHead
 from vllm_medusa.training.options import QualityBounds
+from vllm_medusa.training.rows import IGNORED
 
 
 def shortfalls(quality: Mapping[str, float], bounds: QualityBounds) -> list[str]:

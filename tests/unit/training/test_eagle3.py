@@ -156,8 +156,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(target, records, trained,
 
 def test_it_starts_from_the_targets_last_layer(target):
     loaded = Target.load(target, dtype=torch.float32, device="cpu")
-    states = torch.randn(8, loaded.hidden_size, generator=torch.Generator().manual_seed(0))
-    drafter = eagle3.new_drafter(loaded, (0, 1, 2), K, states, None, frozen_lm_head=True, seed=0)
+    drafter = eagle3.new_drafter(loaded, (0, 1, 2), K, None, frozen_lm_head=True, seed=0)
     last, hidden = dict(eagle3.decoder_layers(loaded)[-1].named_parameters()), loaded.hidden_size
     own = dict(drafter.midlayer.named_parameters())
     for name in ("q", "k", "v"):
@@ -180,8 +179,7 @@ def test_it_starts_from_the_targets_final_norm(target, kind):
         for parameter in norm.parameters():
             parameter.normal_()
     loaded.backbone.norm = norm
-    states = torch.randn(8, loaded.hidden_size)
-    drafter = eagle3.new_drafter(loaded, (0, 1, 2), K, states, None, frozen_lm_head=True, seed=0)
+    drafter = eagle3.new_drafter(loaded, (0, 1, 2), K, None, frozen_lm_head=True, seed=0)
     torch.testing.assert_close(drafter.norm.weight, norm.weight)
 
 

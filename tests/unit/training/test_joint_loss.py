@@ -16,11 +16,11 @@ from torch import Tensor
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora, losses, medusa2
-from vllm_medusa.training.losses import IGNORED, head_weights
+from vllm_medusa.training.losses import head_weights
 from vllm_medusa.training.medusa2 import Medusa2, lm_loss
-from vllm_medusa.training.method import Setup, Texts
+from vllm_medusa.training.method import Batch, Data, Setup
 from vllm_medusa.training.options import JointOptions, LoraSettings, StepOptions
-from vllm_medusa.training.rows import cut_pieces
+from vllm_medusa.training.rows import IGNORED, WHOLE, Texts
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
@@ -92,13 +92,18 @@ class Joint:
     def method(self, soft: bool = False, distill: bool = True) -> Medusa2:
         joint = JointOptions(lm_loss="kl" if distill else "cross-entropy")
         settings = StepOptions(labels="soft" if soft else "tokens")
-        texts = Texts(RECORDS, cut_pieces(RECORDS, 1 << 31, whole=True))
-        setup = Setup(texts, texts, settings, Workers("cpu"))
+        texts = Texts(RECORDS)
+        data = Data(texts, texts.cut(WHOLE, whole=True))
+        setup = Setup(data, data, settings, Workers("cpu"))
         return Medusa2(self.target, self.adapted, self.heads, joint, setup)
+
+    def batch(self, soft: bool = False) -> Batch:
+        method = self.method(soft)
+        return method.collate(method.data.pieces)
 
     def ours(self, soft, distill, lambda_0, parts=1):
         method = self.method(soft, distill)
-        batches = [method.collate(range(3)[i::parts]) for i in reversed(range(parts))]
+        batches = [method.collate(method.data.pieces[i::parts]) for i in reversed(range(parts))]
         counts = sum(batch.counts for batch in batches)
         weights = torch.cat([torch.ones(1), lambda_0 * head_weights(K)]) / counts
         return torch.stack([method.loss(batch, weights)[0] for batch in batches]).sum()
@@ -167,7 +172,7 @@ def test_only_adapter_and_heads_get_gradients(llama):
 
 
 def test_prompt_tokens_have_no_labels(llama):
-    batch = llama.method().collate(range(3))
+    batch = llama.batch()
     assert len(batch.labels) == 18 + 11 + 8
     assert batch.counts.tolist() == [13 + 10 + 1, 12 + 2 + 6, 11 + 1 + 5, 10 + 0 + 4]
     second = batch.labels[18 : 18 + 11, 0].tolist()
@@ -182,7 +187,7 @@ def test_a_half_precision_target_and_fp32_heads_without_autocast(soft, llama, tm
     found = []
     for joint in (llama, half):
         method = joint.method(soft)
-        loss, sums = method.loss(method.collate(range(3)), torch.ones(1 + K))
+        loss, sums = method.loss(joint.batch(soft), torch.ones(1 + K))
         gradients = joint.gradients(loss).values()
         assert all(bool(g.isfinite().all()) for g in gradients)
         assert any(bool(g.any()) for g in gradients)
@@ -196,7 +201,7 @@ def test_only_tokens_with_a_loss_are_counted(llama, monkeypatch):
     token_map = torch.arange(0, VOCAB, 2)
     heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
     monkeypatch.setattr(llama, "heads", heads)
-    hard, soft = (llama.method(soft).collate(range(3)).counts[1:] for soft in (False, True))
+    hard, soft = (llama.batch(soft).counts[1:] for soft in (False, True))
     assert bool((hard < soft).all()) and bool((hard > 0).all())
 
 

@@ -176,7 +176,7 @@ def test_soft_labels_of_a_small_vocabulary_use_the_full_one(target, records, tmp
     heads = new_heads(target, HeadOptions(num_heads=K), seen)
     with TrainingRun(tmp_path / "soft", {}) as run:
         method = looped(target, warm, run, replace(SHORT, labels="soft"), heads=heads).method
-    first = [i for i, piece in enumerate(method.texts.pieces) if piece.record == 0]
+    first = [p for p in method.data.pieces if p.start < len(warm[0].token_ids)]
     _, found = method.loss(method.collate(first), method.decay)
     ids = torch.tensor([records[0].token_ids])
     with torch.no_grad():
@@ -194,13 +194,13 @@ def test_a_non_finite_loss_stops_and_names_its_line(target, records, tmp_path):
     with TrainingRun(tmp_path / "bad", {}) as run:
         settings = replace(SHORT, batch_tokens=3 * 39, epochs=12)
         made = looped(target, records, run, settings)
-        states = made.method.texts.states
+        states, texts = made.method.data.states, made.method.data.texts
         read = states.read
 
         def corrupted(wanted):
             found, at = read(wanted), 0
-            for record, start, stop in wanted:
-                if record == 1 and made.step >= 7:
+            for start, stop in wanted:
+                if texts.record_of(start) == 1 and made.step >= 7:
                     found[at] = float("nan")
                 at += stop - start
             return found

@@ -17,9 +17,9 @@ from vllm_medusa.training import lora
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.loop import Loop, NotFiniteError
 from vllm_medusa.training.medusa2 import Medusa2
-from vllm_medusa.training.method import Setup, Texts
+from vllm_medusa.training.method import Data, Setup
 from vllm_medusa.training.options import JointOptions, LoraSettings, StepOptions
-from vllm_medusa.training.rows import Piece, cut_pieces
+from vllm_medusa.training.rows import WHOLE, Texts
 from vllm_medusa.training.run import Stage, TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
@@ -74,17 +74,15 @@ class Job:
         self.run = TrainingRun(folder / "heads", {"steps": dataclasses.asdict(steps)})
         self.run.work.mkdir(exist_ok=True)
         kept = records(4, 100)
-        spans = [
-            Piece(n, 3, len(r.token_ids) - 2, len(r.token_ids) - 1) for n, r in enumerate(kept)
-        ]
-        ranges = [(p.start, p.limit) for p in spans]
-        states = HiddenStates(self.target, kept, ranges, dtype=torch.float32)
+        heldout = Texts(kept)
+        spans = heldout.cut(WHOLE)
+        states = HiddenStates(self.target, heldout, spans, dtype=torch.float32)
         states.build()
         self.adapted = lora.attach(self.target.model, joint.lora, seed=steps.seed)
         self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
-        texts = texts or records(16)
-        train = Texts(texts, cut_pieces(texts, 1 << 31, whole=True))
-        setup = Setup(train, Texts(kept, spans, states), steps, Workers("cpu"), bf16)
+        train = Texts(texts or records(16))
+        data = Data(train, train.cut(WHOLE, whole=True))
+        setup = Setup(data, Data(heldout, spans, states), steps, Workers("cpu"), bf16)
         self.method = Medusa2(self.target, self.adapted, self.heads, joint, setup)
         self.loop = Loop(self.method, Stage(self.run), **changes)
         self.loop.resume()
@@ -130,7 +128,7 @@ def test_the_heads_have_a_higher_learning_rate(whole):
     factors = {"adapter": set(), "heads": set()}
     for group in whole.loop.optimizer.param_groups:
         for parameter in group["params"]:
-            factors[trained.pop(id(parameter))].add(group["factor"])
+            factors[trained.pop(id(parameter))].add(group["initial_lr"] / STEPS.learning_rate)
             assert group["lr"] == pytest.approx(whole.log()[-2]["rate"] * group["factor"])
     assert factors == {"adapter": {1.0}, "heads": {4.0}} and not trained
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from vllm_medusa.training.losses import IGNORED
 from vllm_medusa.training.options import QualityBounds
 from vllm_medusa.training.quality import QualityMeter, shortfalls
+from vllm_medusa.training.rows import IGNORED
 
 T, H, V = 23, 8, 40
 
