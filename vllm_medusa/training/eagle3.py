@@ -99,9 +99,7 @@ def load_drafter(
 
     Its LM head is trained unless it has the target's rows.
 
-    Raises:
-        HeadsError: another target's, or tensors of another layout.
-
+    Raises HeadsError: another target's, or tensors of another layout.
     """
     files = find_checkpoint(folder)
     names = bare_names(files)
@@ -152,9 +150,7 @@ def _start_from(layer: dict[str, Tensor], drafter: EagleDrafter) -> None:
 def decoder_layers(target: Target) -> Sequence[nn.Module]:
     """The target's decoder layers.
 
-    Raises:
-        TargetError: it has no list with the config's number of layers.
-
+    Raises TargetError: it has no list with the config's number of layers.
     """
     found = getattr(target.backbone, "layers", None)
     if found is None:

@@ -32,9 +32,7 @@ def split_records(source: Path, folder: Path, share: float) -> Split:
     ``share`` of the prompts is held out, at least `MIN_PROMPTS` if that leaves half. Half of
     them are to calibrate on, half to measure on; a single one is for both. Bad lines are skipped.
 
-    Raises:
-        ValueError: fewer than two distinct prompts.
-
+    Raises ValueError: fewer than two distinct prompts.
     """
     records, bad = load_records(source)
     prompts = _prompts(records)

@@ -105,10 +105,8 @@ class HiddenStates:
 
         ``done`` is called with the number of finished rows and the total.
 
-        Raises:
-            CacheError: states that are not finite in this dtype, with the record's line; or the
-                disk has not enough free space for the missing shards.
-
+        Raises CacheError: states that are not finite in this dtype, with the record's line; or the
+        disk has not enough free space for the missing shards.
         """
         missing = self.missing()
         todo = [shard for shard in missing if shard % world == rank]
@@ -140,9 +138,7 @@ class HiddenStates:
     def read(self, wanted: Sequence[tuple[int, int]]) -> Tensor:
         """States of rows [start, stop) of pieces, concatenated.
 
-        Returns:
-            fp32 [n, H] on the CPU, or on the target's device if any was computed.
-
+        Returns fp32 [n, H] on the CPU, or on the target's device if any was computed.
         """
         texts = [self.texts.record_of(start) for start, _ in wanted]
         fresh: dict[int, Tensor] = {}

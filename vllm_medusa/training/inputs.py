@@ -42,10 +42,8 @@ class Inputs:
     def __init__(self, options: TrainOptions, progress: Progress = SILENT) -> None:
         """Read everything except the target's weights.
 
-        Raises:
-            PromptError: no such file, or bad lines without ``skip``.
-            ValueError: no such target; no records, or unusable ones.
-
+        Raises PromptError: no such file, or bad lines without ``skip``; ValueError: no such target;
+        no records, or unusable ones.
         """
         files, self.source = options.files, options.model
         config, self.fingerprint, written = identify(options.model)
@@ -119,9 +117,7 @@ def _untrained(
 def require_labels(texts: Texts, num_heads: int, name: str) -> None:
     """Refuse texts in which some head has no labels.
 
-    Raises:
-        ValueError: no span is long enough for the last head.
-
+    Raises ValueError: no span is long enough for the last head.
     """
     rows = (end - start for start, end in texts.spans())
     usable = max(rows, default=1) - 1  # heads with a label in the longest span

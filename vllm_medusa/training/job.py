@@ -62,9 +62,7 @@ class Job:
     ) -> None:
         """Run all checks before anything is created.
 
-        Raises:
-            ValueError: some head has no labels, or layers that the target does not have.
-
+        Raises ValueError: some head has no labels, or layers that the target does not have.
         """
         self.options, self.inputs, self.workers = options, inputs, workers
         self.progress, self._command = progress, command

@@ -65,9 +65,7 @@ class Loop:
     def train(self, report: Report = lambda *_: None) -> None:
         """Train in place.
 
-        Raises:
-            NotFiniteError: the last good state is kept.
-
+        Raises NotFiniteError: the last good state is kept.
         """
         method, every = self.method, self.settings.measure_every
         if not self.resume() and method.measures_ends:

@@ -179,10 +179,8 @@ def measure_joint(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Measure heads (`Measurement.summary`) and target (`QualityMeter.result`).
 
-    Raises:
-        ValueError: the texts have no generated tokens.
-        CacheError: the target's states are not finite.
-
+    Raises ValueError: the texts have no generated tokens; CacheError: the target's states are not
+    finite.
     """
     total, meter = Measurement(heads.num_heads), QualityMeter(target.lm_head)
     draft_head = target.lm_head_of(heads.token_map)
@@ -213,9 +211,8 @@ def measure_joint(
 def train_medusa2(job: Job) -> None:
     """Train heads alone, then together with the target, and write both.
 
-    Raises:
-        ValueError: a dtype without gradients, a quantized target, or no disk space for the new one.
-
+    Raises ValueError: a dtype without gradients, a quantized target, or no disk space for the new
+    one.
     """
     options, inputs, workers = job.options, job.inputs, job.workers
     if job.dtype == torch.float16:  # a token's share of a step's gradient is at most about 1e-5
@@ -232,14 +229,14 @@ def train_medusa2(job: Job) -> None:
     joint, steps = complete_joint(options.joint, options.training, self_distilled=written)
     job.settings |= {
         "joint": asdict(joint) | {"warmup_steps": steps.warmup_steps},
-        "bounds": asdict(joint.bounds),
+        "bounds": {name: getattr(joint, name) for name in ("max_kl", "max_perplexity_ratio")},
     }
     with job.open() as run:
         if run.complete:
             return
         target = job.load_target()
         _check_space(job, run, target)
-        adapted = lora.attach(target.model, joint.lora, seed=steps.seed)
+        adapted = lora.attach(target.model, joint, seed=steps.seed)
         run.work.mkdir(exist_ok=True)
         if workers.main:
             for name in (MODEL, DEGRADED):  # of a run that --overwrite discards
@@ -259,7 +256,7 @@ def train_medusa2(job: Job) -> None:
         )
         loop.train(job.report("joint"))
         if workers.main:
-            lora.save_adapter(adapted, run.work / "adapter")
+            adapted.save_pretrained(str(run.work / "adapter"), save_embedding_layers=False)
             title = f"Medusa-2 on {inputs.source}"
             draw_curves(stage.entries(), run.folder / "curves.png", title)
         trained = {"joint_steps": loop.steps, "joint_tokens": tokens}
@@ -306,7 +303,7 @@ def _publish(
     try:
         accuracy, quality = measure_joint(heads, target, heldout)
         found = {"heldout": accuracy, "quality": quality}
-        beyond = shortfalls(quality, job.options.joint.bounds)
+        beyond = shortfalls(quality, job.options.joint)
     except CacheError as error:  # the new target outputs NaN
         beyond = [str(error).removesuffix(".")]
     stored = json.loads(json.dumps(found), parse_constant=lambda _: None)  # no NaN in JSON

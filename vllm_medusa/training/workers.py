@@ -16,9 +16,7 @@ PATIENCE = timedelta(days=2)
 def usable(device: str) -> torch.device:
     """A device by name.
 
-    Raises:
-        ValueError: torch has no such device here.
-
+    Raises ValueError: torch has no such device here.
     """
     found = torch.device(device)
     try:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_medusa.calibration.walks import Walks, walk_taus, walked_tree
-from vllm_medusa.tree import DEFAULT_TREE, TokenTree
+from vllm_medusa.tree import TokenTree
 
 HEADS, RANKS = 2, 3
 TREES = (
@@ -64,15 +64,6 @@ def test_a_candidate_leaf_has_the_value_it_has_when_added(seed):
     tried = walks.tau_with(leaves)
     for leaf, tau in zip(leaves, tried, strict=True):
         assert Walks(random_texts(seed), [(0,), leaf]).tau() == tau
-
-
-def test_every_prefix_of_a_tree():
-    texts = [np.random.default_rng(0).integers(0, 3, (50, 4)) for _ in range(3)]
-    paths = walked_tree(texts, 9, 3)
-    taus = [Walks(texts, paths[:size]).tau() for size in (1, 4, 9)]
-    assert walk_taus(texts, paths, [1, 4, 9, 99]) == [*taus, taus[-1]]
-    last = walk_taus(texts, DEFAULT_TREE.paths, [14])[0]
-    assert last == walk_taus(texts, DEFAULT_TREE.paths, [3, 7, 14])[2]
 
 
 def test_an_absent_token_is_a_miss_for_every_rank():

@@ -248,15 +248,6 @@ def test_heads_and_drafters_share_hidden_states(target, records, trained, tmp_pa
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")} == files
 
 
-def test_texts_are_split_into_pieces(target, records, tmp_path, monkeypatch):
-    monkeypatch.setattr(eagle3, "PIECE_ROWS", 16)
-    base = options(target, records, tmp_path / "pieces")
-    train(replace(base, training=replace(base.training, epochs=1)))
-    rows = [line["rows"] for line in log_of(tmp_path / "pieces") if "rows" in line]
-    # all texts except two held-out ones, up to the last label; at least 80 per step
-    assert all(64 < count < 96 + 80 for count in rows)
-
-
 def test_a_shared_lm_head_is_not_trained(target, records, trained, tmp_path):
     base = options(target, records, tmp_path / "drafter")
     train(replace(base, heads=replace(base.heads, lm_heads="shared")))

@@ -87,9 +87,7 @@ def test_heads_memorize_a_text_and_every_step_accepts_all(target, tmp_path):
     assert set(out.accepted_per_step) == {K}
 
 
-@pytest.mark.parametrize(
-    ("labels", "kind"), [("tokens", "medusa"), ("soft", "medusa"), ("soft", "hydra")]
-)
+@pytest.mark.parametrize(("labels", "kind"), [("tokens", "medusa"), ("soft", "hydra")])
 def test_an_interrupted_run_ends_with_the_same_weights(labels, kind, target, records, tmp_path):
     warm = [replace(record, temperature=0.7) for record in records]
     settings = replace(SHORT, labels=labels)
@@ -211,11 +209,6 @@ def test_a_non_finite_loss_stops_and_names_its_line(target, records, tmp_path):
         state = made.stage.load()
     assert state is not None and state["step"] == 7
     assert all(bool(t.isfinite().all()) for t in state["heads"].values())
-
-
-def test_a_diverging_learning_rate_stops_too(trained):
-    with pytest.raises(NotFiniteError, match="--learning-rate"):
-        trained(learning_rate=1e36, warmup_steps=0)
 
 
 def test_bfloat16_trains_about_as_well(trained):
