@@ -146,18 +146,6 @@ def test_untrained_heads_give_the_targets_own_logits(lm_heads, architecture, tmp
         torch.testing.assert_close(logits, wanted[:, None].expand(-1, 2, -1), rtol=1e-4, atol=1e-4)
 
 
-def test_the_draft_lm_head_is_the_targets_rows(tmp_path):
-    path = save_model(tmp_path, "Gemma2", final_logit_softcapping=5.0, initializer_range=0.1)
-    target, states = Target.load(path), torch.randn(3, 64)
-    for token_map in (None, torch.tensor([7, 2, 400])):
-        rows = target.lm_head_weight[slice(None) if token_map is None else token_map]
-        wanted = target.shape_logits(torch.nn.functional.linear(states, rows))
-        torch.testing.assert_close(target.lm_head_of(token_map)(states), wanted)
-        half = target.lm_head_of(token_map, torch.bfloat16)(states)
-        assert half.dtype == torch.bfloat16
-        torch.testing.assert_close(half.float(), wanted, rtol=0.05, atol=0.05)
-
-
 def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, trained):
     heads = new_heads(target, HeadOptions(num_heads=K, lm_heads="own"), seen_tokens(records))
     first = heads.lm_head_weight.detach().clone()
