@@ -12,9 +12,9 @@ from vllm_medusa.training.draft_vocab import count_tokens, frequent_tokens
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.loop import Loop
 from vllm_medusa.training.medusa1 import PIECE_ROWS, Medusa1, new_heads
-from vllm_medusa.training.method import Setup, Texts
+from vllm_medusa.training.method import Data, Setup
 from vllm_medusa.training.options import HeadOptions, StepOptions
-from vllm_medusa.training.rows import cut_pieces, row_ranges
+from vllm_medusa.training.rows import Texts
 from vllm_medusa.training.run import Stage, TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
@@ -42,12 +42,13 @@ def greedy_record(target: Target, count: int = 48, index: int = 0) -> Record:
     return Record(index, index + 1, str(index), tuple(ids), ((len(PROMPT), len(ids)),), 0.0)
 
 
-def texts(target: Target, records: list[Record], size: int, max_bytes: int = 1 << 30) -> Texts:
-    """Texts with states in memory."""
-    ranges = [row_ranges(record)[0] for record in records]
-    states = HiddenStates(target, records, ranges, dtype=torch.float32, max_bytes=max_bytes)
+def cut(target: Target, records: list[Record], size: int, max_bytes: int = 1 << 30) -> Data:
+    """Pieces of texts with states in memory."""
+    texts = Texts(records)
+    pieces = texts.cut(size)
+    states = HiddenStates(target, texts, pieces, dtype=torch.float32, max_bytes=max_bytes)
     states.build()
-    return Texts(records, cut_pieces(records, size), states)
+    return Data(texts, pieces, states)
 
 
 def looped(
@@ -63,9 +64,9 @@ def looped(
     """A loop whose states are built, and which measures on its own text."""
     run.work.mkdir(exist_ok=True)
     size = min(PIECE_ROWS, settings.batch_tokens or PIECE_ROWS)
-    train = texts(target, records, size, 1 << 30 if cached else 0)
+    train = cut(target, records, size, 1 << 30 if cached else 0)
     heads = heads or new_heads(target, HeadOptions(num_heads=K))
-    setup = Setup(train, texts(target, records, 32), settings, Workers("cpu"))
+    setup = Setup(train, cut(target, records, 32), settings, Workers("cpu"))
     return Loop(Medusa1(target, heads, setup), Stage(run), **options)
 
 

@@ -1,33 +1,34 @@
-"""The adapt job: sequential stages, each reading the results of earlier ones.
+"""The adapt job: a list of stages, each reading the results of earlier ones.
 
 EAGLE-3 drafters build their own trees, so they are compared right after training.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.adapt.plan import Plan, check, written_by_adapt
-from vllm_medusa.adapt.stages import WorkFolder
+from vllm_medusa.adapt.stages import Stage, WorkFolder
 from vllm_medusa.calibration.options import CalibrateOptions, TreeOptions
 from vllm_medusa.files import FileRefused, write_json
 from vllm_medusa.job import SILENT, JobFailed, Progress
 from vllm_medusa.offline.engine import refuse_unserved
 from vllm_medusa.offline.options import CompareOptions, DistillOptions
 from vllm_medusa.offline.prompts import settle_bad_lines
+from vllm_medusa.offline.records import Record, load_records, split_heldout, write_records
 from vllm_medusa.options import taken
-from vllm_medusa.training.heldout import FILES, split_records
 from vllm_medusa.training.options import MachineOptions, TextFiles, TrainOptions
 
 RECORDS, COUNTS, FIGURES = "records.jsonl", "counts.json", "compare.json"
+FILES = TRAIN, CALIBRATE, MEASURE = "train.jsonl", "calibration.jsonl", "measurement.jsonl"
 HEADS = ("heads/config.json", "heads/model.safetensors")
 CALIBRATED = (*HEADS, "heads/calibration.safetensors")
 _CALIBRATED_TOKENS = 16_384  # approximate number of generated tokens to calibrate on
+_HELDOUT_PROMPTS = 8  # min prompts held out, but at most half of them
 _ROUNDS = 3  # max rounds of the final measurement
 
 
@@ -51,120 +52,118 @@ def adapt(
     from vllm_medusa.adapt.report import collect, publish  # imports packages that were just checked
 
     inputs = (plan.target["sha256"], plan.prompts_digest)
-    with WorkFolder(options.work_folder, count_stages(options), progress, inputs) as work:
-        run_stages(plan, work)
+    with WorkFolder(options.work_folder, progress, inputs) as work:
+        work.run(stages_of(plan, work.at))
         document = collect(plan, work.finished, command)
         publish(plan, document, work.finished)
     return document
 
 
-def count_stages(options: AdaptOptions) -> int:
-    """The number of stages."""
-    return 5 if options.heads.kind == "eagle3" else 7
-
-
-def run_stages(plan: Plan, work: WorkFolder) -> None:
-    """Run all stages."""
+def stages_of(plan: Plan, at: Callable[[str], Path]) -> list[Stage]:
+    """All stages in order; ``at`` gives the folder of an earlier one."""
     from vllm_medusa.calibration.calibrate import calibrate
     from vllm_medusa.calibration.choose import choose_tree
     from vllm_medusa.offline.comparison import compare
     from vllm_medusa.training.distill import distill
 
-    options = plan.options
-    joint = options.method == "medusa-2"
+    options, kind = plan.options, plan.options.heads.kind
+    joint, drafter = options.method == "medusa-2", kind == "eagle3"
     budgets = tuple(sorted(set(options.budgets)))
     serving = {
         "target": options.target,
         "dtype": options.dtype,
-        "drafter": options.heads.kind,
+        "drafter": kind,
         "aux_layers": options.heads.aux_layers,
     }
-    served = "check that vLLM can serve the target with such heads"
-    work.run("check", check_served, lambda here: serving, command=served)
-    written = work.run(
-        "distill",
-        distill,
-        lambda here: taken(
-            DistillOptions,
-            options,
-            model=options.target,
-            output=here / RECORDS,
-            overwrite=False,
-            temperature=(options.temperature,),
-            batch=plan.engine.batch,
-            engine_args=plan.engine.arguments | options.engine_args,
+
+    def target() -> str:
+        return str(at("train") / "heads" / "target") if joint else options.target
+
+    def part(name: str) -> Path:
+        return at("split") / name
+
+    stages = [
+        Stage(
+            "check",
+            check_served,
+            lambda here: serving,
+            command="check that vLLM can serve the target with such heads",
         ),
-        [RECORDS],
-    )
-    split = work.run(
-        "split",
-        split_texts,
-        lambda here: {
-            "data": written / RECORDS,
-            "output": here,
-            "heldout_share": options.heldout_share,
-            "on_bad_line": options.on_bad_line,
-        },
-        [*FILES, COUNTS],
-        "split the texts: to train, to calibrate and to measure",
-    )
-    to_train, to_calibrate, to_measure = (split / name for name in FILES)
-    trained = work.run(
-        "train",
-        train_unharmed,
-        lambda here: options.train_options(
-            TextFiles(data=to_train, heldout=to_calibrate, output=here / "heads")
+        Stage(
+            "distill",
+            distill,
+            lambda here: taken(
+                DistillOptions,
+                options,
+                model=options.target,
+                output=here / RECORDS,
+                overwrite=False,
+                temperature=(options.temperature,),
+                batch=plan.engine.batch,
+                engine_args=plan.engine.arguments | options.engine_args,
+            ),
+            [RECORDS],
         ),
-        [*HEADS, *(["heads/target/config.json"] if joint else [])],
-    )
-    target = str(trained / "heads" / "target") if joint else options.target
-    heads = trained
-    if options.heads.kind != "eagle3":
-        calibrated = work.run(
+        Stage(
+            "split",
+            split_texts,
+            lambda here: {
+                "data": at("distill") / RECORDS,
+                "output": here,
+                "heldout_share": options.heldout_share,
+                "on_bad_line": options.on_bad_line,
+            },
+            [*FILES, COUNTS],
+            "split the texts: to train, to calibrate and to measure",
+        ),
+        Stage(
+            "train",
+            train_unharmed,
+            lambda here: options.train_options(
+                TextFiles(data=part(TRAIN), heldout=part(CALIBRATE), output=here / "heads")
+            ),
+            [*HEADS, *(["heads/target/config.json"] if joint else [])],
+        ),
+        Stage(
             "calibrate",
             calibrate,
             lambda here: CalibrateOptions(
-                model=target,
+                model=target(),
                 heads=here / "heads",
-                data=to_calibrate,
+                data=part(CALIBRATE),
                 positions=_CALIBRATED_TOKENS,
                 machine=MachineOptions(dtype=options.dtype),
             ),
             CALIBRATED,
-            prepare=lambda here: copy_files(trained, here, HEADS),
-        )
-        heads = work.run(
+            changes="train",
+        ),
+        Stage(
             "tree",
             choose_tree,
             lambda here: TreeOptions(heads=here / "heads", num_draft_tokens=max(budgets)),
             CALIBRATED,
-            prepare=lambda here: copy_files(calibrated, here, CALIBRATED),
-        )
-    work.run(
-        "compare",
-        compare,
-        lambda here: taken(
-            CompareOptions,
-            options,
-            target=target,
-            heads=str(heads / "heads"),
-            prompts=to_measure,
-            budgets=budgets,
-            batch=1,
-            max_tokens=options.measure_tokens,
-            rounds=_ROUNDS,
-            seconds=options.measure_seconds,
-            output=here / FIGURES,
+            changes="calibrate",
         ),
-        [FIGURES],
-    )
-
-
-def copy_files(source: Path, here: Path, names: Sequence[str]) -> None:
-    """Copy heads that a stage changes in place: every attempt starts from the same ones."""
-    (here / "heads").mkdir(exist_ok=True)
-    for name in names:
-        shutil.copyfile(source / name, here / name)
+        Stage(
+            "compare",
+            compare,
+            lambda here: taken(
+                CompareOptions,
+                options,
+                target=target(),
+                heads=str(at("train" if drafter else "tree") / "heads"),
+                prompts=part(MEASURE),
+                budgets=budgets,
+                batch=1,
+                max_tokens=options.measure_tokens,
+                rounds=_ROUNDS,
+                seconds=options.measure_seconds,
+                output=here / FIGURES,
+            ),
+            [FIGURES],
+        ),
+    ]
+    return [s for s in stages if not (drafter and s.name in ("calibrate", "tree"))]
 
 
 def check_served(
@@ -198,13 +197,36 @@ def check_served(
 def split_texts(
     options: Mapping[str, Any], progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
-    """Write the records to train, to calibrate and to measure on, and their counts."""
+    """Write the records to train, to calibrate and to measure on, and their counts.
+
+    No prompt is in two files, and they do not depend on the order of the records' lines. At least
+    `_HELDOUT_PROMPTS` are held out, if that leaves half: half of them to calibrate on, half to
+    measure on; a single one is for both.
+    """
     data, output = options["data"], options["output"]
-    counts, tokens, bad, disjoint = split_records(data, output, options["heldout_share"])
+    records, bad = load_records(data)
+    prompts = _count_prompts(records)
+    if prompts < 2:
+        raise ValueError(
+            f"{data} has records of {prompts} prompts; at least 2 are needed, one of them held out."
+        )
     settle_bad_lines(data, bad, options["on_bad_line"], progress)
+    wanted = max(round(options["heldout_share"] * prompts), _HELDOUT_PROMPTS)
+    train, heldout = split_heldout(records, min(wanted, prompts // 2) / prompts)
+    parts = [train, heldout, heldout]
+    if disjoint := _count_prompts(heldout) > 1:
+        parts[1:] = split_heldout(heldout, 0.5)
+    for name, part in zip(FILES, parts, strict=True):
+        write_records(output / name, part)
+    counts = [_count_prompts(part) for part in parts]
+    tokens = [sum(record.num_generated for record in part) for part in parts]
     document = {"prompts": counts, "tokens": tokens, "disjoint": disjoint}
     write_json(output / COUNTS, document | {"skipped_records": len(bad)})
     progress.note("  prompts: {} to train on, {} to calibrate on, {} to measure on".format(*counts))
+
+
+def _count_prompts(records: Sequence[Record]) -> int:
+    return len({record.prompt_key for record in records})
 
 
 def train_unharmed(

@@ -9,6 +9,7 @@ same job again, which resumes in it.
 from __future__ import annotations
 
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,18 @@ MACHINE = {"batch"}  # depends on the available memory, as the engine's `MEMORY_
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A job whose options may refer to the folders of earlier stages."""
+
+    name: str
+    job: Callable[..., Any]  # see `run_in_process`
+    options: Callable[[Path], Options | dict[str, Any]]  # of the job, given the stage's folder
+    outputs: Sequence[str] = ()  # files that later stages need from its folder
+    command: str = ""  # a description, if not a `vllm-medusa` command
+    changes: str = ""  # an earlier stage: every attempt starts from copies of its outputs
+
+
+@dataclass(frozen=True)
 class Finished:
     """A finished stage."""
 
@@ -39,59 +52,65 @@ class Finished:
 class WorkFolder(Run):
     """The folder of all stages, locked; use it as a context manager."""
 
-    def __init__(self, folder: Path, count: int, progress: Progress, inputs: Sequence[str] = ()):
-        """Open or create the folder of ``count`` stages, with the digests of their ``inputs``."""
+    def __init__(self, folder: Path, progress: Progress, inputs: Sequence[str] = ()):
+        """Open or create the folder, with the digests of the stages' ``inputs``."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(folder, {}, of=folder)
-        self.count, self.progress = count, progress
+        self.progress = progress
         self.before = digest_json(list(inputs))  # what the next stage depends on
         self.finished: dict[str, Finished] = {}  # by stage name
 
-    def run(
-        self,
-        name: str,
-        job: Callable[..., Any],  # see `run_in_process`
-        options: Callable[[Path], Options | dict[str, Any]],  # of the job, given the stage's folder
-        outputs: Sequence[str] = (),  # files that later stages need from its folder
-        command: str = "",  # a description, if not a `vllm-medusa` command
-        prepare: Callable[[Path], None] = lambda here: None,  # before every attempt
-    ) -> Path:
-        """Run a stage unless it is finished; returns its folder.
+    def at(self, name: str) -> Path:
+        """The folder of a finished stage."""
+        return self.finished[name].folder
 
-        Raises JobFailed: the job failed, or refused its input (status 2); its files are kept for
+    def run(self, stages: Sequence[Stage]) -> None:
+        """Run all stages that are not finished.
+
+        Raises JobFailed: a job failed, or refused its input (status 2); its files are kept for
         the next attempt.
         """
-        here = self.folder / f"{name}-{_key(options(Path()), self.before)}"
-        arguments, words = options(here), list[str]()
+        for number, stage in enumerate(stages, 1):
+            self._run(stage, f"{number}/{len(stages)} {stage.name}")
+
+    def _run(self, stage: Stage, head: str) -> None:
+        here = self.folder / f"{stage.name}-{_key(stage.options(Path()), self.before)}"
+        arguments, words, command = stage.options(here), list[str](), stage.command
         if isinstance(arguments, Options):
-            words = ["vllm-medusa", name, *command_line(arguments)]
+            words = ["vllm-medusa", stage.name, *command_line(arguments)]
             command = shlex.join(words)
-        head = f"{len(self.finished) + 1}/{self.count} {name}"
-        if (seconds := _done(here, outputs)) is not None:
+        if (seconds := _done(here, stage.outputs)) is not None:
             self.progress.note(f"{head}: already done ({duration(seconds)})")
         else:
             self.progress.note(f"{head}: {command}")
             start = time.monotonic()
             try:
                 here.mkdir(exist_ok=True)
-                prepare(here)
-                run_in_process(job, arguments, self.progress, log=here / LOG, command=words)
-                if missing := [each for each in outputs if not (here / each).is_file()]:
+                if stage.changes:
+                    self._copy(self.at(stage.changes), here, stage.outputs)
+                run_in_process(stage.job, arguments, self.progress, log=here / LOG, command=words)
+                if missing := [each for each in stage.outputs if not (here / each).is_file()]:
                     raise JobFailed(f"it did not write {missing[0]}")
             except (ValueError, OSError, JobFailed) as error:
                 failure = JobFailed(
-                    f"{name}: {error}\nSee its log, {here / LOG}. Once the cause is fixed, the "
-                    "same command resumes from this stage."
+                    f"{stage.name}: {error}\nSee its log, {here / LOG}. Once the cause is fixed, "
+                    "the same command resumes from this stage."
                 )
                 failure.status = error.status if isinstance(error, JobFailed) else 2
                 raise failure from None
             seconds = round(time.monotonic() - start, 1)
-            noted = {each: digest(here / each) for each in outputs}
+            noted = {each: digest(here / each) for each in stage.outputs}
             write_json(here / DONE, {"command": words, "outputs": noted, "seconds": seconds})
-        self.finished[name] = Finished(here, command, seconds)
-        if outputs:
+        self.finished[stage.name] = Finished(here, command, seconds)
+        if stage.outputs:
             self.before = here.name
-        return here
+
+    @staticmethod
+    def _copy(source: Path, here: Path, names: Sequence[str]) -> None:
+        for name in names:
+            (here / name).parent.mkdir(exist_ok=True)
+            if (source / name).is_file():
+                shutil.copyfile(source / name, here / name)
 
 
 def _key(options: Options | dict[str, Any], before: str) -> str:

@@ -17,20 +17,14 @@ from vllm_medusa.calibration.observations import EAGLE, FILE, NO_LABEL, Observat
 from vllm_medusa.calibration.options import CalibrateOptions
 from vllm_medusa.calibration.walks import Ranks, Walks, walked_tree
 from vllm_medusa.files import Run
-from vllm_medusa.heads import (
-    HydraHeads,
-    MedusaHeads,
-    load_heads,
-    match_target,
-    peek_heads,
-    update_config,
-)
+from vllm_medusa.heads import MedusaHeads, match_target, peek_heads, update_config
 from vllm_medusa.heads.eagle import drafter_method
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training.inputs import identify, limits_of, read_usable
+from vllm_medusa.training.medusa1 import load_for
 from vllm_medusa.training.target import Target, stored_dtype, target_dtype
 from vllm_medusa.training.workers import Workers
 
@@ -78,11 +72,9 @@ def calibrate(
         observations, fitted = collect(
             records,
             heads,
-            target.hidden_states,
-            target.lm_head if heads.shared_lm_head else None,
+            target,
             run,
             num_ranks=options.top_k,
-            end_tokens=target.end_tokens,
             progress=progress,
         )
         observations.source.update(source)
@@ -129,16 +121,7 @@ def _load(options: CalibrateOptions, config: Any) -> tuple[Target, MedusaHeads, 
     target = Target.load(
         options.model, dtype=dtype, device=device, quantization=machine.quantization
     )
-    heads, _ = load_heads(
-        options.heads,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        dtype=dtype,
-        device=target.device,
-    )
-    if isinstance(heads, HydraHeads):
-        heads.use_target_embedding(target.embedding_weight)
-    return target, heads, dtype
+    return target, load_for(target, options.heads, dtype), dtype
 
 
 def _read(options: CalibrateOptions, config: Any, progress: Progress) -> list[Record]:

@@ -6,41 +6,36 @@ the folder of a `vllm_medusa.files.Run` beside the heads, bound to the settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
-from torch import Tensor
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.observations import NO_LABEL, Observations, save_arrays
-from vllm_medusa.calibration.observe import Logits, Seen, fit_temperature, observe
+from vllm_medusa.calibration.observe import Seen, fit_temperature, observe
 from vllm_medusa.files import Run
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import Record
-from vllm_medusa.training.losses import IGNORED
-from vllm_medusa.training.rows import labels_at, pad, split_passes, tokens_after
+from vllm_medusa.training.hidden_cache import HiddenStates
+from vllm_medusa.training.rows import IGNORED, Piece, Texts, split_passes
 
 FOLDER = "calibration.part"  # next to the heads, while calibration runs
 CLOSE_POSITIONS = 4096  # approximate number used to fit temperatures
 
-HiddenStates = Callable[[Tensor, Tensor], Tensor]  # ids, mask [B, L] -> [B, L, H]
-Span = tuple[int, int, int]  # text, first position, last + 1
-
 
 def collect(
-    texts: Sequence[Record],  # with the spans that the target generated
-    heads: MedusaHeads,  # on the device of ids and masks
-    hidden_states: HiddenStates,  # the target up to its LM head; texts are padded on the right
-    lm_head: Logits | None,  # the target's, if the heads store none
+    records: Sequence[Record],  # with the spans that the target generated
+    heads: MedusaHeads,  # on the target's device
+    target: Any,  # a `Target`
     run: Run,  # folder of batches until all are done
     *,
     num_ranks: int = 10,  # R, choices per head that a tree may use
-    end_tokens: Collection[int] = (),  # end tokens of the target
     batch_tokens: int = 4096,  # per forward pass, padding included (longer texts run alone)
     progress: Progress = SILENT,
 ) -> tuple[Observations, list[float | None]]:
@@ -48,65 +43,65 @@ def collect(
 
     Raises CalibrationError: no text has a position.
     """
-    numbers = {key: n for n, key in enumerate(dict.fromkeys(text.prompt_key for text in texts))}
-    texts = sorted(texts, key=lambda text: -len(text.token_ids))  # as they are batched
-    spans = list(find_spans(texts, heads.num_heads, end_tokens))
-    total = sum(stop - start for _, start, stop in spans)
+    numbers = {key: n for n, key in enumerate(dict.fromkeys(r.prompt_key for r in records))}
+    texts = Texts(sorted(records, key=lambda record: -len(record.token_ids)))  # as in batches
+    spans = list(find_spans(texts, heads.num_heads, target.end_tokens))
+    total = sum(span.num_rows for span in spans)
     if total == 0:
         raise CalibrationError(
-            f"none of the {len(texts)} records has a generated span of more than "
+            f"none of the {len(records)} records has a generated span of more than "
             f"{heads.num_heads} tokens, the minimum for these heads; generate longer texts."
         )
     stride = max(1, total // CLOSE_POSITIONS)
-    by_text: dict[int, list[Span]] = {}
+    by_text: dict[int, list[Piece]] = {}
     for span in spans:
-        by_text.setdefault(span[0], []).append(span)
+        by_text.setdefault(texts.record_of(span.start), []).append(span)
+    weight = next(heads.parameters())
+    lengths = [len(record.token_ids) for record in texts.records]
+    hidden = HiddenStates(
+        target, texts, spans, dtype=weight.dtype, max_bytes=0, forward_tokens=batch_tokens
+    )
     parts: list[Seen] = []
     done = 0
-    lengths = [len(text.token_ids) for text in texts]
-    device, count = next(heads.parameters()).device, heads.num_heads
     for number, batch in enumerate(split_passes(list(by_text), lengths, batch_tokens)):
         path = run.folder / f"batch-{number:06}.safetensors"
         seen = _load(path)
         if seen is None:
-            ids, mask = pad([texts[text].token_ids for text in batch])
-            with torch.inference_mode():
-                states = hidden_states(ids.to(device), mask.to(device))  # [B, L, H]
-            where = [span for text in batch for span in by_text[text]]
-            rows = torch.cat([states[batch.index(text), a:b] for text, a, b in where])
-            labels = torch.cat([labels_at(texts[text], a, b, count) for text, a, b in where])
-            labels = labels.masked_fill(labels == IGNORED, NO_LABEL).to(device)
-            after = torch.cat([tokens_after(texts[text], a, b, count) for text, a, b in where])
-            closely = torch.arange(done, done + len(rows), device=device) % stride == 0
-            seen = observe(heads, rows, labels, lm_head, closely, after.to(device))
+            where = [(span.start, span.stop) for text in batch for span in by_text[text]]
+            rows = torch.cat([torch.arange(*span) for span in where])
+            states = hidden.read(where).to(weight)
+            labels = texts.labels(rows, heads.num_heads)
+            labels = labels.masked_fill(labels == IGNORED, NO_LABEL).to(weight.device)
+            closely = torch.arange(done, done + len(rows), device=weight.device) % stride == 0
+            after = texts.after(rows, heads.num_heads).to(weight.device)
+            lm_head = target.lm_head if heads.shared_lm_head else None
+            seen = observe(heads, states, labels, lm_head, closely, after)
             save_arrays(path, seen._asdict())
         parts.append(seen)
         done += len(seen.ranks)
         progress.at("positions", done, total)
     seen = Seen(*map(np.concatenate, zip(*parts, strict=True)))
-    fitted = [fit_temperature(seen.own[:, h], seen.partition[:, h]) for h in range(count)]
-    temperatures = [texts[text].temperature for text, *_ in spans]
+    fitted = [fit_temperature(seen.own[:, h], seen.partition[:, h]) for h in range(heads.num_heads)]
+    of = [texts.records[text] for text, own in by_text.items() for _ in own]  # of each span
+    heats = [np.nan if record.temperature is None else record.temperature for record in of]
     observations = Observations(
         ranks=seen.ranks,
-        offsets=np.cumsum([0, *(stop - start for _, start, stop in spans)]).astype(np.int64),
-        temperatures=np.array([np.nan if t is None else t for t in temperatures], np.float32),
-        prompts=np.array([numbers[texts[text].prompt_key] for text, *_ in spans], np.int64),
+        offsets=np.cumsum([0, *(span.num_rows for span in spans)]).astype(np.int64),
+        temperatures=np.array(heats, np.float32),
+        prompts=np.array([numbers[record.prompt_key] for record in of], np.int64),
         num_ranks=num_ranks,
     )
     return observations, fitted
 
 
-def find_spans(
-    texts: Sequence[Record], num_heads: int, end_tokens: Collection[int] = ()
-) -> Iterator[Span]:
+def find_spans(texts: Texts, num_heads: int, end_tokens: Collection[int] = ()) -> Iterator[Piece]:
     """Positions of every generated span that has any (see `observations`)."""
-    for number, text in enumerate(texts):
-        for start, end in text.generated:
-            ended = text.token_ids[end - 1] in end_tokens
-            stop = end - 2 if ended else end - num_heads - 1
-            first = max(start - 1, 0)
-            if stop > first:
-                yield number, first, stop
+    for first, record in zip(texts.first.tolist(), texts.records, strict=False):
+        for start, end in record.generated:
+            ended = record.token_ids[end - 1] in end_tokens
+            stop = first + (end - 2 if ended else end - num_heads - 1)
+            if stop > (begin := first + max(start - 1, 0)):
+                yield Piece(begin, stop, stop)
 
 
 def _load(path: Path) -> Seen | None:

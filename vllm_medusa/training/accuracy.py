@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_medusa.training.losses import CHUNK, IGNORED, AnyHeads, LMHead, draft_labels
+from vllm_medusa.training.losses import CHUNK, AnyHeads, LMHead, draft_labels
+from vllm_medusa.training.rows import IGNORED
 
 TOP = 10
 

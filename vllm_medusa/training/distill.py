@@ -50,11 +50,8 @@ def distill(
 ) -> Distilled:
     """Generate each text that is not in the output yet.
 
-    Raises:
-        PromptError: invalid prompts; finished texts are kept.
-        FileRefused: the output has other contents, or records of other settings.
-        EngineRefused: vLLM or the plugin refuses the settings.
-
+    Raises PromptError: invalid prompts; finished texts are kept; FileRefused: the output has other
+    contents, or records of other settings; EngineRefused: vLLM or the plugin refuses the settings.
     """
     if options.prompts is not None:
         prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)

@@ -25,6 +25,7 @@ from vllm_medusa.training.method import Batch, Method, Setup
 from vllm_medusa.training.target import Target, TargetError
 
 PIECE_ROWS = 2048
+_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")  # names of a target's last one
 EMBEDDING_SHARE = 0.3  # initial scale of the weights on embeddings
 
 
@@ -41,18 +42,18 @@ class Eagle3(Method):
         drafter.lm_head.requires_grad_(not drafter.frozen_lm_head)
         self.teacher = target.lm_head_of(dtype=torch.bfloat16 if self.bf16 else torch.float32)
         self.width = target.hidden_size
-        self.read_on = True
 
     def outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """See `Method`."""
-        device, states = self.workers.device, self.states(batch)
+        device, states, sizes = self.workers.device, self.states(batch), batch.sizes
         features, last = states.split([states.shape[1] - self.width, self.width], 1)
-        sizes = [stop - start for _, start, stop in batch.wanted]
         there = pad_sequence([torch.ones(n, dtype=torch.bool) for n in sizes], batch_first=True)
+        texts = batch.data.texts
+        first = [start - texts.first[texts.record_of(start)] for start, _ in batch.spans]
         x = self.heads(
             pad_sequence(list(features.split(sizes)), batch_first=True),
-            pad_sequence(batch.tokens_after(self.heads.num_heads), batch_first=True).to(device),
-            torch.tensor([start for _, start, _ in batch.wanted], device=device),
+            pad_sequence(list(self.path(batch).split(sizes)), batch_first=True),
+            torch.tensor(first, device=device),
         )
         return last, x[there.to(device)]
 
@@ -61,7 +62,6 @@ def new_drafter(
     target: Target,
     layers: Sequence[int],  # target layers whose inputs it reads
     num_steps: int,
-    states: Tensor,  # [n, H], sample inputs of the target's LM head
     token_map: Tensor | None,
     *,
     frozen_lm_head: bool,
@@ -80,10 +80,8 @@ def new_drafter(
     rows = slice(None) if token_map is None else token_map
     with torch.no_grad():
         drafter.lm_head.weight.copy_(target.lm_head_weight[rows].float() * target.logit_scale)
-        norm = getattr(target.backbone, "norm", None)
-        if norm is None:
-            drafter.norm.weight.copy_(states.square().mean(0).sqrt())  # scale of the states
-        else:
+        found = (getattr(target.backbone, name, None) for name in _NORMS)
+        if norm := next((norm for norm in found if norm is not None), None):
             signs = torch.ones_like(target.embedding_weight[:1])  # an RMS of 1, a mean of 0
             signs[:, 1::2] = -1
             drafter.norm.weight.copy_((signs * (norm(signs) - norm(-signs)))[0] / 2)
@@ -101,9 +99,7 @@ def load_drafter(
 
     Its LM head is trained unless it has the target's rows.
 
-    Raises:
-        HeadsError: another target's, or tensors of another layout.
-
+    Raises HeadsError: another target's, or tensors of another layout.
     """
     files = find_checkpoint(folder)
     names = bare_names(files)
@@ -154,9 +150,7 @@ def _start_from(layer: dict[str, Tensor], drafter: EagleDrafter) -> None:
 def decoder_layers(target: Target) -> Sequence[nn.Module]:
     """The target's decoder layers.
 
-    Raises:
-        TargetError: it has no list with the config's number of layers.
-
+    Raises TargetError: it has no list with the config's number of layers.
     """
     found = getattr(target.backbone, "layers", None)
     if found is None:

@@ -13,7 +13,7 @@ from vllm_medusa.offline.defaults import readable
 from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.offline.records import Record, load_records, split_heldout
 from vllm_medusa.training.options import TextFiles, TrainOptions
-from vllm_medusa.training.rows import row_ranges
+from vllm_medusa.training.rows import Texts
 from vllm_medusa.training.target import stored_dtype
 
 # keys of a target's config.json that do not affect its hidden states, or that are known otherwise
@@ -42,10 +42,8 @@ class Inputs:
     def __init__(self, options: TrainOptions, progress: Progress = SILENT) -> None:
         """Read everything except the target's weights.
 
-        Raises:
-            PromptError: no such file, or bad lines without ``skip``.
-            ValueError: no such target; no records, or unusable ones.
-
+        Raises PromptError: no such file, or bad lines without ``skip``; ValueError: no such target;
+        no records, or unusable ones.
         """
         files, self.source = options.files, options.model
         config, self.fingerprint, written = identify(options.model)
@@ -116,20 +114,19 @@ def _untrained(
     return kept
 
 
-def require_labels(records: Sequence[Record], num_heads: int, name: str) -> None:
-    """Refuse records in which some head has no labels.
+def require_labels(texts: Texts, num_heads: int, name: str) -> None:
+    """Refuse texts in which some head has no labels.
 
-    Raises:
-        ValueError: no span is long enough for the last head.
-
+    Raises ValueError: no span is long enough for the last head.
     """
-    rows = [end - start for record in records for start, end in row_ranges(record)]
+    rows = (end - start for start, end in texts.spans())
     usable = max(rows, default=1) - 1  # heads with a label in the longest span
     if usable < num_heads:
         fewer = f"Train --num-heads {usable}, or use" if usable else "Use"
         raise ValueError(
-            f"{name}: the longest generated span of {len(records)} records has labels for {usable} "
-            f"heads, but {num_heads} are requested. {fewer} longer texts (distill --max-tokens)."
+            f"{name}: the longest generated span of {len(texts.records)} records has labels for "
+            f"{usable} heads, but {num_heads} are requested. {fewer} longer texts (distill "
+            "--max-tokens)."
         )
 
 

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from vllm_medusa.heads.checkpoint import load_heads, provenance_of, save_drafter, save_heads
+from vllm_medusa.heads.checkpoint import provenance_of, save_drafter, save_heads
 from vllm_medusa.heads.eagle_model import EagleDrafter, choose_layers
 from vllm_medusa.heads.files import find_checkpoint
-from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.machine import fast_bfloat16
-from vllm_medusa.offline.records import Record, digest_of
+from vllm_medusa.offline.records import digest_of
 from vllm_medusa.offline.results import fingerprint
 from vllm_medusa.training import eagle3, medusa1
 from vllm_medusa.training.draft_vocab import (
@@ -31,10 +30,10 @@ from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.inputs import Inputs, require_labels
 from vllm_medusa.training.loop import Report
 from vllm_medusa.training.losses import AnyHeads
-from vllm_medusa.training.method import Method, Setup, Texts
+from vllm_medusa.training.method import Data, Method, Setup
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.recipe import MEASURED_ROWS, complete
-from vllm_medusa.training.rows import Piece, count_labels, cut_pieces
+from vllm_medusa.training.rows import WHOLE, Texts
 from vllm_medusa.training.run import TrainingRun
 from vllm_medusa.training.target import DTYPES, Target, target_dtype
 from vllm_medusa.training.workers import Workers
@@ -46,6 +45,7 @@ class Job:
     Attributes:
         dtype: dtype in which the target computes.
         bf16: whether the heads compute in bfloat16.
+        train, heldout: the texts to train and to measure on.
         layers: target layers whose inputs an EAGLE-3 drafter reads; empty for heads.
         steps: options for training only the heads.
         settings: everything that the heads depend on, plain JSON; later also the draft vocabulary.
@@ -62,16 +62,15 @@ class Job:
     ) -> None:
         """Run all checks before anything is created.
 
-        Raises:
-            ValueError: some head has no labels, or layers that the target does not have.
-
+        Raises ValueError: some head has no labels, or layers that the target does not have.
         """
         self.options, self.inputs, self.workers = options, inputs, workers
         self.progress, self._command = progress, command
         files, machine, count = options.files, options.machine, options.heads.num_heads
-        require_labels(inputs.train, count, files.name(heldout=False))
+        self.train, self.heldout = Texts(inputs.train), Texts(inputs.heldout)
+        require_labels(self.train, count, files.name(heldout=False))
         if inputs.heldout:
-            require_labels(inputs.heldout, count, f"held-out records of {files.name(heldout=True)}")
+            require_labels(self.heldout, count, f"held-out records of {files.name(heldout=True)}")
         self.layers: tuple[int, ...] = ()
         if options.heads.kind == "eagle3":
             depth = inputs.fingerprint["num_layers"]
@@ -83,7 +82,7 @@ class Job:
         self.steps = complete(
             options.training,
             hidden_size=inputs.fingerprint["hidden_size"],
-            num_labels=count_labels(inputs.train),
+            num_labels=self.train.count_labels(),
             drafter=bool(self.layers),
         )
         self._state_key = {  # what hidden states depend on
@@ -134,36 +133,41 @@ class Job:
 
     def first_heads(self, target: Target) -> MedusaHeads:
         """The Medusa or Hydra heads to start from: new ones, or those of ``start_heads``."""
-        start = self.options.heads.start_heads
-        if start is None:
-            return medusa1.new_heads(target, self.options.heads, self.token_map(target))
-        heads, _ = load_heads(
-            start,
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            dtype=torch.float32,
-            device=self.workers.device,
+        if (start := self.options.heads.start_heads) is not None:
+            return medusa1.load_for(target, start, torch.float32)
+        return medusa1.new_heads(target, self.options.heads, self.token_map(target))
+
+    def first_drafter(self, target: Target) -> EagleDrafter:
+        """The same for EAGLE-3."""
+        heads = self.options.heads
+        if heads.start_heads is not None:
+            return eagle3.load_drafter(target, heads.start_heads, self.layers, heads.num_heads)
+        return eagle3.new_drafter(
+            target,
+            self.layers,
+            heads.num_heads,
+            self.token_map(target),
+            frozen_lm_head=heads.lm_heads == "shared",
+            seed=self.steps.seed,
         )
-        if isinstance(heads, HydraHeads):
-            heads.use_target_embedding(target.embedding_weight)
-        return heads
 
     def heads_alone(self, target: Target, run: TrainingRun) -> Method:
         """Medusa-1 or EAGLE-3 with new heads, on computed states."""
         options, workers, steps = self.options, self.workers, self.steps
-        whole, size = bool(self.layers), medusa1.PIECE_ROWS
         source: Any = target
-        if whole:
+        size = medusa1.PIECE_ROWS
+        if whole := bool(self.layers):
             source, size = eagle3.AuxiliaryStates(target, self.layers), eagle3.PIECE_ROWS
             shown = ", ".join(map(str, self.layers))
             self.progress.note(f"the drafter reads the inputs of the target's layers {shown}")
         assert steps.batch_tokens
-        pieces = cut_pieces(self.inputs.train, min(size, steps.batch_tokens), whole=whole)
+        pieces = self.train.cut(min(size, steps.batch_tokens), whole=whole)
+        cache = options.cache.cache
         states = HiddenStates(
             source,
-            self.inputs.train,
-            _ranges(self.inputs.train, pieces, whole=whole or options.cache.cache is not None),
-            options.cache.cache or run.work,
+            self.train,
+            pieces if cache is None else self.train.cut(WHOLE, whole=True),
+            cache or run.work,
             self._state_key,
             dtype=self.dtype,
             max_bytes=int(options.cache.cache_gb * 1e9),
@@ -181,48 +185,30 @@ class Job:
                 f"{kept / 1e9:.2f} of {needed / 1e9:.2f} GB of hidden states are kept; the rest is "
                 "computed in every epoch"
             )
-        texts, heldout = Texts(self.inputs.train, pieces, states), None
+        data, heldout = Data(self.train, pieces, states), None
         if self.inputs.heldout:
-            heldout = self.heldout_texts(source, cut_pieces(self.inputs.heldout, size, whole=whole))
+            heldout = self.heldout_data(source, size, whole=whole)
         if not whole:
-            setup = Setup(texts, heldout, steps, workers, self.bf16)
+            setup = Setup(data, heldout, steps, workers, self.bf16)
             return medusa1.Medusa1(target, self.first_heads(target), setup)
-        num_steps = options.heads.num_heads
-        if (start := options.heads.start_heads) is not None:
-            drafter = eagle3.load_drafter(target, start, self.layers, num_steps)
-        else:
-            some = [(p.record, p.start, p.limit) for p in pieces[:8]]
-            drafter = eagle3.new_drafter(
-                target,
-                self.layers,
-                num_steps,
-                states.read(some)[:, -target.hidden_size :],
-                self.token_map(target),
-                frozen_lm_head=options.heads.lm_heads == "shared",
-                seed=steps.seed,
-            )
-        longest = max(piece.num_rows for piece in pieces)
-        steps = replace(steps, batch_tokens=max(steps.batch_tokens, longest))
-        setup = Setup(texts, heldout, steps, workers, self.bf16)
-        return eagle3.Eagle3(target, drafter, setup)
+        steps = replace(steps, batch_tokens=max(steps.batch_tokens, *data.lengths))
+        setup = Setup(data, heldout, steps, workers, self.bf16)
+        return eagle3.Eagle3(target, self.first_drafter(target), setup)
 
-    def heldout_texts(self, source: Any, pieces: Sequence[Piece], *, share: bool = True) -> Texts:
+    def heldout_data(
+        self, source: Any, size: int, *, whole: bool = False, share: bool = True
+    ) -> Data:
         """The held-out pieces to measure on (this process's share), with states in memory."""
+        pieces = self.heldout.cut(size, whole=whole)
         stride = -(-sum(piece.num_rows for piece in pieces) // MEASURED_ROWS)
         chosen = pieces[::stride]
         if share:
             chosen = chosen[self.workers.rank :: self.workers.world]
-        records = self.inputs.heldout
-        states = HiddenStates(
-            source,
-            records,
-            _ranges(records, chosen, whole=bool(self.layers)),
-            dtype=self.dtype,
-            file=self.options.files.name(heldout=True),
-        )
+        name = self.options.files.name(heldout=True)
+        states = HiddenStates(source, self.heldout, chosen, dtype=self.dtype, file=name)
         states.build()
         del states.target  # all states are stored, so the model may be released
-        return Texts(records, chosen, states)
+        return Data(self.heldout, chosen, states)
 
     def token_map(self, target: Target) -> torch.Tensor | None:
         """The heads' draft vocabulary, int64 [V_draft]; None: all of the target's.
@@ -252,8 +238,8 @@ class Job:
     def release(self, method: Method) -> None:
         """Remove the states, unless they are in the user's own folder."""
         self.workers.wait()
-        if self.workers.main and self.options.cache.cache is None and method.texts.states:
-            method.texts.states.remove()
+        if self.workers.main and self.options.cache.cache is None and method.data.states:
+            method.data.states.remove()
 
     def report(self, stage: str) -> Report:
         """Return a function that reports a stage's steps to `progress`."""
@@ -288,18 +274,6 @@ class Job:
             save_drafter(self.options.files.output, heads, config)
         else:
             save_heads(self.options.files.output, heads, config)
-
-
-def _ranges(
-    records: Sequence[Record], pieces: Sequence[Piece], *, whole: bool
-) -> list[tuple[int, int]]:
-    """The rows of each record that its pieces need."""
-    ranges = [(0, 0)] * len(records)
-    for piece in pieces:
-        start, end = ranges[piece.record]
-        first = 0 if whole else piece.start
-        ranges[piece.record] = (min(start, first) if end else first, max(end, piece.limit))
-    return ranges
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -26,26 +26,27 @@ import torch
 from torch import nn
 
 from vllm_medusa.files import new_folder
-from vllm_medusa.training.options import LoraSettings
+from vllm_medusa.training.options import JointOptions
 from vllm_medusa.training.target import TargetError
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
-_OWN = ("config.json", "README.md")  # rewritten; or about another model
+# of the target's files: hidden ones, weights, and those rewritten or about another model
+_NOT_COPIED = (
+    *(".*", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx"),
+    *("*.index.json", "config.json", "README.md"),
+)
 
 
-def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
+def attach(model: Any, joint: JointOptions, *, seed: int) -> PeftModel:
     """Add a new adapter to a causal LM, in place; everything but the adapter is frozen.
 
     The adapter's weights are fp32 for any dtype of the model. It has no effect until it is
-    trained. Without ``settings.modules``, all linear layers except the LM head are adapted.
+    trained. Without ``joint.lora_modules``, all linear layers except the LM head are adapted.
 
-    Raises:
-        TargetError: there is no such layer, the LM head or the embedding is included, or the
-            model already has an adapter.
-
+    Raises TargetError: there is no such layer, the LM head or the embedding is included, or the
+    model already has an adapter.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -57,9 +58,9 @@ def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise TargetError(f"{kind} already has an adapter; merge it, or load the plain target")
     config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
-        target_modules=list(settings.modules) or "all-linear",
+        r=joint.lora_rank,
+        lora_alpha=joint.lora_alpha,  # type: ignore[arg-type]  # peft divides it by the rank
+        target_modules=list(joint.lora_modules) or "all-linear",
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(), warnings.catch_warnings():
@@ -73,7 +74,7 @@ def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
                 "--method medusa-1, which does not change the target"
             ) from error
     names = [f".{name}" for name in adapted.targeted_module_names]
-    for wanted in settings.modules:
+    for wanted in joint.lora_modules:
         if not any(name.endswith(f".{wanted}") for name in names):
             raise TargetError(f"--lora-modules: {kind} has no linear layer {wanted!r}")
     shared = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -95,23 +96,14 @@ def adapter_parameters(adapted: PeftModel) -> dict[str, nn.Parameter]:
     return {name: p for name, p in adapted.named_parameters() if p.requires_grad}
 
 
-def save_adapter(adapted: PeftModel, folder: Path) -> Path:
-    """Write the adapter atomically in peft's format; returns the folder."""
-    with new_folder(folder, overwrite=True) as part:
-        adapted.save_pretrained(str(part), save_embedding_layers=False)
-    return folder
-
-
 def merge_adapter(source: str | Path, adapter: str | Path, folder: Path) -> Path:
-    """Write the target ``source`` merged with a `save_adapter` folder; returns the folder.
+    """Write the target ``source`` merged with an adapter in peft's format; returns the folder.
 
     The folder has the weights in the dtype of the target's files, the config, the generation
     config and all other files of the target (tokenizer, chat template, license). It is written
     atomically; an existing folder is replaced.
 
-    Raises:
-        ValueError: a merged weight is not finite.
-
+    Raises ValueError: a merged weight is not finite.
     """
     from huggingface_hub import snapshot_download
     from peft import PeftModel
@@ -125,8 +117,6 @@ def merge_adapter(source: str | Path, adapter: str | Path, folder: Path) -> Path
         local = Path(snapshot_download(str(source), local_files_only=True))
     with new_folder(folder, overwrite=True) as part:
         merged.save_pretrained(part)
-        for file in sorted(local.iterdir()):
-            stored = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
-            if file.is_file() and not (stored or file.name in _OWN or file.name.startswith(".")):
-                shutil.copyfile(file, part / file.name)
+        others = shutil.ignore_patterns(*_NOT_COPIED)
+        shutil.copytree(local, part, ignore=others, dirs_exist_ok=True)
     return folder

@@ -19,7 +19,7 @@ per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,32 +29,12 @@ from torch import Tensor
 from vllm_medusa.heads.eagle_model import EagleDrafter
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.kernels import fused
+from vllm_medusa.training.rows import IGNORED
 
-IGNORED = -100  # not a label
 CHUNK = 256  # positions per chunk of logits
 
 LMHead = Callable[[Tensor], Tensor]  # [N, H] -> logits [N, V or V_draft]
 AnyHeads = MedusaHeads | EagleDrafter  # a drafter's steps correspond to K heads
-
-
-def head_labels(
-    ids: Tensor,  # int64 [L]
-    generated: Sequence[tuple[int, int]],
-    num_heads: int,
-    *,
-    own: bool = False,  # a first column for the target's own next token
-) -> Tensor:
-    """The token that each head should predict at each position: int64 [L, K or 1 + K].
-
-    The label of head h at t is valid if and only if the root t + 1 and the label t + h + 2 are in
-    the same generated span [start, end), as in serving. Otherwise it is `IGNORED`.
-    """
-    position = torch.arange(len(ids))[:, None]  # [L, 1]
-    label = position + torch.arange(-int(own), num_heads) + 2
-    counts = torch.zeros(label.shape, dtype=torch.bool)
-    for start, end in generated:
-        counts |= (position + 1 >= start) & (label < min(end, len(ids)))
-    return ids[label.clamp(max=len(ids) - 1)].masked_fill(~counts, IGNORED)
 
 
 def head_weights(num_heads: int, decay: float = 0.8) -> Tensor:

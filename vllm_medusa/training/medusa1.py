@@ -9,9 +9,12 @@ heads are trained in the same way, each with the tokens before its own as input.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.checkpoint import new_heads as make_heads
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
@@ -37,11 +40,9 @@ class Medusa1(Method):
             self.teacher = target.lm_head_of(dtype=dtype)
 
     def outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """See `Method`; Hydra heads also take the tokens before their own."""
-        if not isinstance(self.heads, HydraHeads):
-            return super().outputs(batch)
-        last, path = self.states(batch), torch.cat(batch.tokens_after(self.heads.num_heads))
-        return last, self.heads(last, path=path.to(self.workers.device))
+        """See `Method`; only Hydra heads use the tokens before their own."""
+        last = self.states(batch)
+        return last, self.heads(last, path=self.path(batch))
 
 
 def new_heads(
@@ -73,4 +74,18 @@ def new_heads(
     if own:
         weight, scale = target.lm_head_weight.float(), target.logit_scale
         heads.init_lm_heads(weight * scale, None if bias is None else bias.float() * scale)
+    return heads
+
+
+def load_for(target: Target, folder: Path, dtype: torch.dtype) -> MedusaHeads:
+    """Medusa or Hydra heads of a target, from their folder, on the target's device."""
+    heads, _ = load_heads(
+        folder,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        dtype=dtype,
+        device=target.device,
+    )
+    if isinstance(heads, HydraHeads):
+        heads.use_target_embedding(target.embedding_weight)
     return heads

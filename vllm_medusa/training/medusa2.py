@@ -39,12 +39,12 @@ from vllm_medusa.training.curves import draw_curves
 from vllm_medusa.training.hidden_cache import CacheError, HiddenStates
 from vllm_medusa.training.job import Job
 from vllm_medusa.training.loop import Loop
-from vllm_medusa.training.losses import CHUNK, IGNORED, LMHead, head_losses
-from vllm_medusa.training.method import Batch, Groups, Method, Setup, Texts
+from vllm_medusa.training.losses import CHUNK, LMHead, head_losses
+from vllm_medusa.training.method import Batch, Data, Groups, Method, Setup
 from vllm_medusa.training.options import JointOptions
 from vllm_medusa.training.quality import QualityMeter, kl_rows, shortfalls
 from vllm_medusa.training.recipe import complete_joint, heads_weight
-from vllm_medusa.training.rows import cut_pieces, labels_at, pad, split_passes
+from vllm_medusa.training.rows import IGNORED, WHOLE, pad
 from vllm_medusa.training.run import Stage, TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
@@ -78,7 +78,7 @@ class Medusa2(Method):
         self.target, self.adapted, self.joint = target, adapted, joint
         self.lm_head, self.teacher = target.lm_head_of(heads.token_map), target.lm_head
         self.adapter = lora.adapter_parameters(adapted)
-        self.pass_rows, self.read_on = joint.pass_tokens, True
+        self.pass_rows = joint.pass_tokens
         if joint.checkpoint_layers:
             _checkpoint_layers(target.model)
 
@@ -104,10 +104,9 @@ class Medusa2(Method):
 
     def loss(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See `Method`; one pass of the backbone, two with a teacher."""
-        records, device = batch.texts.records, self.workers.device
-        ids, mask = (
-            t.to(device) for t in pad([records[r].token_ids[:e] for r, _, e in batch.wanted])
-        )
+        device = self.workers.device
+        texts = batch.data.texts.tokens[batch.rows].split(batch.sizes)
+        ids, mask = (tensor.to(device) for tensor in pad(texts))
         distill, teacher = self.joint.lm_loss == "kl", None
         if distill or self.soft:
             with lora.original(self.adapted):
@@ -175,35 +174,32 @@ def lm_loss(
 def measure_joint(
     heads: MedusaHeads,
     target: Target,  # the new model; its LM head is the original's
-    heldout: Texts,  # whole spans, with the original model's states
+    heldout: Data,  # whole spans, with the original model's states
     workers: Workers | None = None,  # each has a share of the pieces; None: this process has all
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Measure heads (`Measurement.summary`) and target (`QualityMeter.result`).
 
-    Raises:
-        ValueError: the texts have no generated tokens.
-        CacheError: the target's states are not finite.
-
+    Raises ValueError: the texts have no generated tokens; CacheError: the target's states are not
+    finite.
     """
     total, meter = Measurement(heads.num_heads), QualityMeter(target.lm_head)
     draft_head = target.lm_head_of(heads.token_map)
-    original, lengths = heldout.states, [piece.num_rows for piece in heldout.pieces]
+    original, texts = heldout.states, heldout.texts
     assert original is not None
     now = HiddenStates(
         target,
-        heldout.records,
-        original.ranges.tolist(),
+        texts,
+        heldout.pieces,
         dtype=torch.float32,
         max_bytes=0,  # computed at every read, because the model changes
         file="held-out text",
         remedy=_DIVERGED,
     )
-    for part in split_passes(range(len(lengths)), lengths, _MEASURED_TOKENS):
-        wanted = [(p.record, p.start, p.limit) for p in (heldout.pieces[item] for item in part)]
-        labels = torch.cat(
-            [labels_at(heldout.records[r], a, b, heads.num_heads, own=True) for r, a, b in wanted]
-        ).to(target.device)
-        before, after = (s.read(wanted).to(target.device) for s in (original, now))  # [n, H]
+    for pieces in heldout.passes(_MEASURED_TOKENS):
+        spans = [(piece.start, piece.limit) for piece in pieces]
+        rows = torch.cat([torch.arange(*span) for span in spans])
+        labels = texts.labels(rows, heads.num_heads, own=True).to(target.device)
+        before, after = (s.read(spans).to(target.device) for s in (original, now))  # [n, H]
         meter.add(labels[:, 0], before, after)
         total.measure(heads, heads(after), labels[:, 1:], draft_head)
     if workers is not None:
@@ -215,9 +211,8 @@ def measure_joint(
 def train_medusa2(job: Job) -> None:
     """Train heads alone, then together with the target, and write both.
 
-    Raises:
-        ValueError: a dtype without gradients, a quantized target, or no disk space for the new one.
-
+    Raises ValueError: a dtype without gradients, a quantized target, or no disk space for the new
+    one.
     """
     options, inputs, workers = job.options, job.inputs, job.workers
     if job.dtype == torch.float16:  # a token's share of a step's gradient is at most about 1e-5
@@ -234,35 +229,34 @@ def train_medusa2(job: Job) -> None:
     joint, steps = complete_joint(options.joint, options.training, self_distilled=written)
     job.settings |= {
         "joint": asdict(joint) | {"warmup_steps": steps.warmup_steps},
-        "bounds": asdict(joint.bounds),
+        "bounds": {name: getattr(joint, name) for name in ("max_kl", "max_perplexity_ratio")},
     }
     with job.open() as run:
         if run.complete:
             return
         target = job.load_target()
         _check_space(job, run, target)
-        adapted = lora.attach(target.model, joint.lora, seed=steps.seed)
+        adapted = lora.attach(target.model, joint, seed=steps.seed)
         run.work.mkdir(exist_ok=True)
         if workers.main:
             for name in (MODEL, DEGRADED):  # of a run that --overwrite discards
                 shutil.rmtree(run.output / name, ignore_errors=True)
-        spans = cut_pieces(inputs.heldout, 1 << 31)
         with adapted.disable_adapter():
             heads = _first_heads(job, run, target)
-            heldout = job.heldout_texts(target, spans)
-        texts = Texts(inputs.train, cut_pieces(inputs.train, 1 << 31, whole=True))
-        setup = Setup(texts, heldout, steps, workers, job.bf16)
+            heldout = job.heldout_data(target, WHOLE)
+        data = Data(job.train, job.train.cut(WHOLE, whole=True))
+        setup = Setup(data, heldout, steps, workers, job.bf16)
         method = Medusa2(target, adapted, heads, joint, setup)
         stage = Stage(run)
         loop = Loop(method, stage)
-        tokens = sum(method.lengths[item] for items in loop.plan for item in items)
+        tokens = sum(loop.lengths[item] for items in loop.plan for item in items)
         job.progress.note(
             f"joint stage: {loop.steps} steps, {tokens} tokens; {joint.lm_loss} for the target, "
             f"lambda_0 {joint.heads_weight:g}"
         )
         loop.train(job.report("joint"))
         if workers.main:
-            lora.save_adapter(adapted, run.work / "adapter")
+            adapted.save_pretrained(str(run.work / "adapter"), save_embedding_layers=False)
             title = f"Medusa-2 on {inputs.source}"
             draw_curves(stage.entries(), run.folder / "curves.png", title)
         trained = {"joint_steps": loop.steps, "joint_tokens": tokens}
@@ -272,7 +266,7 @@ def train_medusa2(job: Job) -> None:
             if options.machine.quantization is not None or workers.world > 1:
                 # the merged model is not quantized, and this process measures all of it
                 plain = job.load_target(quantized=False)
-                heldout = job.heldout_texts(plain, spans, share=False)
+                heldout = job.heldout_data(plain, WHOLE, share=False)
                 del plain
             _publish(job, run, heads, heldout, trained)
         workers.wait()
@@ -293,7 +287,7 @@ def _publish(
     job: Job,
     run: TrainingRun,  # with the trained adapter in ``work/adapter``
     heads: MedusaHeads,
-    heldout: Texts,
+    heldout: Data,
     trained: dict[str, Any],
 ) -> None:
     """Merge, measure, and write the results; the heads' config.json, written last, completes them.
@@ -309,7 +303,7 @@ def _publish(
     try:
         accuracy, quality = measure_joint(heads, target, heldout)
         found = {"heldout": accuracy, "quality": quality}
-        beyond = shortfalls(quality, job.options.joint.bounds)
+        beyond = shortfalls(quality, job.options.joint)
     except CacheError as error:  # the new target outputs NaN
         beyond = [str(error).removesuffix(".")]
     stored = json.loads(json.dumps(found), parse_constant=lambda _: None)  # no NaN in JSON

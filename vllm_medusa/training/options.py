@@ -167,44 +167,22 @@ class CacheOptions(Options):
     )
 
 
-class LoraSettings(Options):
-    """The adapter's shape; rank 32 and alpha 16 are the paper's (appendix B.1).
+class JointOptions(Options):
+    """Medusa-2's joint stage.
 
-    The paper's dropout is omitted: it would make the student noisy even if equal to the teacher.
+    The adapter's rank 32 and alpha 16 are the paper's (appendix B.1). Its dropout is omitted: it
+    would make the student noisy even if equal to the teacher. The bounds on quality are heuristic:
+    wide enough for normal runs, too narrow for a diverged one.
     """
 
-    rank: Positive = option("", "--lora-rank", default=32)
-    alpha: Above = option("", "--lora-alpha", default=16.0)
-    modules: tuple[str, ...] = option(
+    lora_rank: Positive = option(default=32)
+    lora_alpha: Above = option(default=16.0)
+    lora_modules: tuple[str, ...] = option(
         "linear layers to adapt, such as q_proj",
-        "--lora-modules",
         default=(),
         metavar="NAME",
         shown="all but the LM head",
     )
-
-
-class QualityBounds(Options):
-    """Max degradation of a target before training counts as failed.
-
-    The defaults are heuristic: wide enough for normal runs, too narrow for a diverged one.
-    """
-
-    max_kl: AtLeastZero = option(
-        "max KL per token to the original on held-out text; beyond it, the new target is saved as "
-        "degraded, and the exit status is 1",
-        default=0.05,
-        metavar="NATS",
-    )
-    max_perplexity_ratio: Annotated[float, Number(float, 1)] = option(
-        "max perplexity ratio after / before, likewise", default=1.05, metavar="X"
-    )
-
-
-class JointOptions(Options):
-    """Medusa-2's joint stage."""
-
-    lora: LoraSettings = group(factory=LoraSettings)
     lm_loss: Literal["auto", "kl", "cross-entropy"] = option(
         "target's loss: kl to the original model, or cross-entropy of the text; auto: kl if the "
         "target generated all of it",
@@ -226,7 +204,15 @@ class JointOptions(Options):
     checkpoint_layers: bool = option(
         "gradient checkpointing: recompute layers to save memory", default=False
     )
-    bounds: QualityBounds = group(factory=QualityBounds)
+    max_kl: AtLeastZero = option(
+        "max KL per token to the original on held-out text; beyond it, the new target is saved as "
+        "degraded, and the exit status is 1",
+        default=0.05,
+        metavar="NATS",
+    )
+    max_perplexity_ratio: Annotated[float, Number(float, 1)] = option(
+        "max perplexity ratio after / before, likewise", default=1.05, metavar="X"
+    )
 
 
 class TrainOptions(Options):

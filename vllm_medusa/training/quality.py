@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_medusa.training.losses import CHUNK, IGNORED, LMHead
-from vllm_medusa.training.options import QualityBounds
+from vllm_medusa.training.losses import CHUNK, LMHead
+from vllm_medusa.training.options import JointOptions
+from vllm_medusa.training.rows import IGNORED
 
 
-def shortfalls(quality: Mapping[str, float], bounds: QualityBounds) -> list[str]:
+def shortfalls(quality: Mapping[str, float], bounds: JointOptions) -> list[str]:
     """Messages about exceeded bounds of a `QualityMeter.result`; NaN exceeds any bound."""
     ratio = "perplexity after / before"
     checks = (
@@ -75,9 +76,7 @@ class QualityMeter:
         ``kl`` is KL(original || new) and ``reverse_kl`` KL(new || original), in nats per token;
         ``top1_agreement`` the fraction of tokens with the same argmax.
 
-        Raises:
-            ValueError: no token was counted.
-
+        Raises ValueError: no token was counted.
         """
         count = int(self.sums[0])
         if not count:

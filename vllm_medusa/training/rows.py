@@ -1,4 +1,4 @@
-"""Split records into pieces, assign pieces to steps, and split steps into passes.
+"""Texts as one row of tokens: pieces of it, their labels, and the pieces of each step and pass.
 
 The state at position t predicts token t + 1, so a generated span [s, e) has the rows t = s - 1 ...
 e - 2. The label of head h at t is token t + h + 2 of the same span. Prompts need not be read::
@@ -11,7 +11,9 @@ e - 2. The label of head h at t is token t + h + 2 of the same span. Prompts nee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,66 +22,88 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_medusa.offline.records import Record
-from vllm_medusa.training.losses import head_labels
+
+IGNORED = -100  # not a label
+WHOLE = 1 << 31  # the size of pieces that are not cut
 
 
 class Piece(NamedTuple):
-    """Rows ``start`` ... ``stop`` - 1 of a record; the span's rows end before ``limit``."""
+    """Rows ``start`` ... ``stop`` - 1 of all texts; its span's rows end before ``limit``."""
 
-    record: int
     start: int
     stop: int
     limit: int
 
     @property
     def num_rows(self) -> int:
-        """Rows with a label."""
+        """Rows whose labels belong to this piece."""
         return self.stop - self.start
 
 
-def cut_pieces(records: Sequence[Record], size: int, *, whole: bool = False) -> list[Piece]:
-    """Split all rows with a label into pieces of at most ``size`` rows.
+class Texts:
+    """Texts one after another; positions count from the first token of the first.
 
-    ``whole``: from the record's first position on, prompts included, as for EAGLE-3.
+    Attributes:
+        records: the texts.
+        first: position of each text's first token, and the end: int64 [R + 1].
+        tokens: int64 [T].
+        ends: int64 [T], the end of the generated span of token t + 1; 0: it was not generated.
+
     """
-    pieces = []
-    for number, record in enumerate(records):
-        for start, end in row_ranges(record, whole=whole):
-            for at in range(start, end - 1, size):
-                pieces.append(Piece(number, at, min(at + size, end - 1), end))
-    return pieces
 
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = records
+        lengths = [len(record.token_ids) for record in records]
+        self.first = np.array([0, *accumulate(lengths)], np.int64)
+        ids = array("q", chain.from_iterable(record.token_ids for record in records))
+        self.tokens = torch.tensor(ids, dtype=torch.int64)
+        self.ends = torch.zeros_like(self.tokens)
+        for first, record in zip(self.first.tolist(), records, strict=False):
+            for start, end in record.generated:
+                self.ends[first + max(start - 1, 0) : first + end - 1] = first + end
 
-def row_ranges(record: Record, *, whole: bool = False) -> list[tuple[int, int]]:
-    """Rows [start, end) of each span that is long enough for a label; see `cut_pieces`."""
-    spans = [(max(start - 1, 0), end - 1) for start, end in record.generated]
-    if whole:
-        spans = [(0, spans[-1][1])]
-    return [(start, end) for start, end in spans if end - start >= 2]
+    def cut(self, size: int, *, whole: bool = False) -> list[Piece]:
+        """All spans with a label for head 0, in pieces of at most ``size`` rows.
 
+        ``whole``: from each text's first position to its last span, prompts included.
+        """
+        return [
+            Piece(at, min(at + size, end), end)
+            for start, end in self.spans(whole=whole)
+            for at in range(start, end, size)
+        ]
 
-def labels_at(
-    record: Record, start: int, stop: int, num_heads: int, *, own: bool = False
-) -> Tensor:
-    """`head_labels` at positions [start, stop): int64 [n, K or 1 + K]."""
-    ids = torch.tensor(record.token_ids[start : stop + num_heads + 1])
-    spans = [(s - start, e - start) for s, e in record.generated if e > start]
-    return head_labels(ids, spans, num_heads, own=own)[: stop - start]
+    def spans(self, *, whole: bool = False) -> Iterator[tuple[int, int]]:
+        """Rows [start, end) of each span with a label for head 0; see `cut`."""
+        for first, record in zip(self.first.tolist(), self.records, strict=False):
+            spans = [(first + max(s - 1, 0), first + e - 1) for s, e in record.generated]
+            if whole:
+                spans = [(first, spans[-1][1])]
+            yield from ((start, end) for start, end in spans if end - start >= 2)
 
+    def record_of(self, position: int) -> int:
+        """The number of the text with a position."""
+        return int(np.searchsorted(self.first, position, "right")) - 1
 
-def tokens_after(record: Record, start: int, stop: int, num_heads: int) -> Tensor:
-    """The K tokens after each of the positions [start, stop): int64 [n, K].
+    def labels(self, rows: Tensor, num_heads: int, *, own: bool = False) -> Tensor:
+        """The token that each head should predict at positions [N]: int64 [N, K or 1 + K].
 
-    Past the end of the text the last token is repeated; no head has a label there.
-    """
-    ids = torch.tensor(record.token_ids[start + 1 : stop + num_heads])
-    at = torch.arange(stop - start)[:, None] + torch.arange(num_heads)
-    return ids[at.clamp(max=len(ids) - 1)]
+        The label of head h at t is valid if and only if the root t + 1 and the label t + h + 2 are
+        in the same generated span, as in serving. Otherwise it is `IGNORED`. ``own``: a first
+        column for the target's own next token.
+        """
+        label = rows[:, None] + torch.arange(-int(own), num_heads) + 2
+        found = self.tokens[label.clamp(max=len(self.tokens) - 1)]
+        return found.masked_fill(label >= self.ends[rows, None], IGNORED)
 
+    def after(self, rows: Tensor, num_heads: int) -> Tensor:
+        """The K tokens after each position: int64 [N, K]; other texts' tokens have no label."""
+        at = rows[:, None] + torch.arange(num_heads) + 1
+        return self.tokens[at.clamp(max=len(self.tokens) - 1)]
 
-def count_labels(records: Sequence[Record]) -> int:
-    """Number of labels of head 0."""
-    return sum(end - start - 1 for record in records for start, end in row_ranges(record))
+    def count_labels(self) -> int:
+        """Number of labels of head 0."""
+        return sum(end - start - 1 for start, end in self.spans())
 
 
 def plan_steps(

@@ -48,9 +48,7 @@ class TrainingRun(Run):
     ) -> None:
         """Open or create the folder.
 
-        Raises:
-            FileRefused: the folder has other contents or settings, or is in use.
-
+        Raises FileRefused: the folder has other contents or settings, or is in use.
         """
         self.output, self.main = Path(output), main
         self.folder, self.work = self.output / "training", self.output / "training" / "work"
@@ -122,9 +120,7 @@ class Stage:
 def check_output(output: Path) -> None:
     """Refuse a folder that can't be an output, before anything is read.
 
-    Raises:
-        FileRefused: its parent is missing, it is a file, or it has contents other than a run.
-
+    Raises FileRefused: its parent is missing, it is a file, or it has contents other than a run.
     """
     require_parent(output)
     if output.exists() and not output.is_dir():
@@ -140,9 +136,7 @@ def check_output(output: Path) -> None:
 def check_inputs(output: Path, inputs: Mapping[str, str | Path | None]) -> None:
     """Refuse inputs (with their names for messages; hub names are ignored) that are in the output.
 
-    Raises:
-        FileRefused: one is, or is inside, the output.
-
+    Raises FileRefused: one is, or is inside, the output.
     """
     for name, path in inputs.items():
         if path and Path(path).exists() and Path(path).resolve().is_relative_to(output.resolve()):

@@ -30,9 +30,7 @@ def user_turn(messages: list[Message], tokenizer: Any) -> tuple[list[int], int]:
 
     Returns the token ids, and the token that ends the user's turn.
 
-    Raises:
-        PromptError: the chat template has no header for a user turn, or no token that ends one.
-
+    Raises PromptError: the chat template has no header for a user turn, or no token that ends one.
     """
     text = render([*messages, {"role": "user", "content": _WORDS}], tokenizer)
     if text.count(_WORDS) != 1:
@@ -57,9 +55,7 @@ def user_turn(messages: list[Message], tokenizer: Any) -> tuple[list[int], int]:
 def require_self_talk(tokenizer: Any) -> None:
     """Refuse a target whose chat template does not support generating user turns.
 
-    Raises:
-        PromptError: it does not, with the reason.
-
+    Raises PromptError: it does not, with the reason.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise PromptError(

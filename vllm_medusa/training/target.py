@@ -54,10 +54,8 @@ class Target:
     def __init__(self, model: PreTrainedModel) -> None:
         """Freeze ``model`` and check that it consists of a backbone and an LM head.
 
-        Raises:
-            TargetError: it has no LM head, or its logits are more than the LM head's output with a
-                bias, a soft cap and a scale.
-
+        Raises TargetError: it has no LM head, or its logits are more than the LM head's output with
+        a bias, a soft cap and a scale.
         """
         self.model = model.eval().requires_grad_(False)
         config = model.config.get_text_config()
@@ -90,9 +88,7 @@ class Target:
     ) -> Target:
         """Load a model from a folder or hub name, frozen.
 
-        Raises:
-            TargetError: it can't be loaded, is not a valid target, or can't be quantized here.
-
+        Raises TargetError: it can't be loaded, is not a valid target, or can't be quantized here.
         """
         from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

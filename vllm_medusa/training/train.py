@@ -58,11 +58,8 @@ def train(
 ) -> Trained:
     """Train heads; a killed run resumes, and ends with the same weights.
 
-    Raises:
-        ValueError, OSError: invalid inputs; nothing was created, or the run is
-            unchanged.
-        NotFiniteError: a loss or gradient was NaN or infinite; the last good state is kept.
-
+    Raises ValueError, OSError: invalid inputs; nothing was created, or the run is unchanged;
+    NotFiniteError: a loss or gradient was NaN or infinite; the last good state is kept.
     """
     files = options.files
     inputs: dict[str, str | Path | None] = {
@@ -99,9 +96,7 @@ def train(
 def _settle_shape(heads: HeadOptions) -> HeadOptions:
     """The options with the shape of the heads to continue from, if there are any.
 
-    Raises:
-        ValueError: they are of another kind, or another shape is requested.
-
+    Raises ValueError: they are of another kind, or another shape is requested.
     """
     start = heads.start_heads
     if start is None:

@@ -16,9 +16,7 @@ PATIENCE = timedelta(days=2)
 def usable(device: str) -> torch.device:
     """A device by name.
 
-    Raises:
-        ValueError: torch has no such device here.
-
+    Raises ValueError: torch has no such device here.
     """
     found = torch.device(device)
     try:
@@ -73,14 +71,7 @@ class Workers:
         return reduce(tensor.to(self.device), "sum")
 
     def share_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum gradients over the processes, in one message."""
-        if self.world == 1:
-            return
-        parameters = list(parameters)
-        for parameter in parameters:
-            if parameter.grad is None:  # a process without work in this step
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        flat = self.add_up(torch.cat([grad.flatten() for grad in grads]))
-        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
+        """Sum gradients over the processes; one without work in this step adds nothing."""
+        for parameter in parameters if self.world > 1 else ():
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = self.add_up(grad)

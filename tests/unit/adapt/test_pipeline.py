@@ -11,7 +11,7 @@ from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.adapt import pipeline, plan, report, stages
 from vllm_medusa.adapt.options import AdaptOptions, DrafterOptions
-from vllm_medusa.adapt.pipeline import count_stages, run_stages, split_texts
+from vllm_medusa.adapt.pipeline import split_texts, stages_of
 from vllm_medusa.adapt.plan import Plan, written_by_adapt
 from vllm_medusa.adapt.stages import WorkFolder
 from vllm_medusa.files import digest, read_json, write_json
@@ -59,11 +59,9 @@ class Run:
         """Run all stages; returns the folder of each."""
         self.called.clear()
         plan = self.plan(**more)
-        count = count_stages(plan.options)
         inputs = (plan.target["sha256"], plan.prompts_digest)
-        with WorkFolder(plan.options.work_folder, count, self.recorded, inputs) as work:
-            run_stages(plan, work)
-        assert len(work.finished) == count
+        with WorkFolder(plan.options.work_folder, self.recorded, inputs) as work:
+            work.run(stages_of(plan, work.at))
         if publish:
             self.document = report.collect(plan, work.finished, ["vllm-medusa", "adapt"])
             report.publish(plan, self.document, work.finished)
@@ -202,18 +200,6 @@ def test_a_degraded_target_fails_the_stage_with_its_figures(tmp_path, monkeypatc
     files = TextFiles(data=tmp_path, output=tmp_path / "heads")
     with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is in .*-degraded"):
         pipeline.train_unharmed(Run(tmp_path).plan().options.train_options(files))
-
-
-@pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])
-def test_the_split_counts_skipped_records_and_shared_prompts(tmp_path, prompts, disjoint):
-    (tmp_path / "records.jsonl").write_text(records(prompts) + "{\n")
-    options = {"data": tmp_path / "records.jsonl", "output": tmp_path, "heldout_share": 0.1}
-    with pytest.raises(ValueError, match=f"line {prompts + 1}"):
-        split_texts(options | {"on_bad_line": "refuse"})
-    split_texts(options | {"on_bad_line": "skip"})
-    counts = read_json(tmp_path / "counts.json")
-    assert (counts["skipped_records"], counts["prompts"][1:]) == (1, [1, 1])
-    assert counts["disjoint"] == disjoint
 
 
 def test_the_output_contains_heads_and_their_figures(adapt):

@@ -6,7 +6,7 @@ from support import jobs
 from support.jobs import CopyOptions
 from support.recorded_progress import RecordingProgress
 
-from vllm_medusa.adapt.stages import WorkFolder
+from vllm_medusa.adapt.stages import Stage, WorkFolder
 from vllm_medusa.files import FileRefused
 from vllm_medusa.job import SILENT, JobFailed
 
@@ -23,14 +23,16 @@ class Work:
         def options(here: Path) -> CopyOptions:
             return CopyOptions(data=self.data, output=to or here / "out.json", compact=compact)
 
+        stage = Stage("copy", job, options, ["out.json"])
         recorded = RecordingProgress()
         with self.patch.context() as patch:
             if not real:
                 here = lambda job, options, progress, log, command: job(options, progress)  # noqa: E731
                 patch.setattr("vllm_medusa.adapt.stages.run_in_process", here)
             try:
-                with WorkFolder(self.folder, 1, recorded, inputs) as work:
-                    return work.run("copy", job, options, ["out.json"])
+                with WorkFolder(self.folder, recorded, inputs) as work:
+                    work.run([stage])
+                    return work.at("copy")
             finally:
                 self.said = "".join(f"{note}\n" for note in recorded.notes)
 
@@ -98,8 +100,8 @@ def test_a_job_that_fails_or_leaves_nothing(work, tmp_path, job, message, status
 
 def test_concurrent_runs_are_refused(work):
     with (
-        WorkFolder(work.folder, 1, SILENT),
+        WorkFolder(work.folder, SILENT),
         pytest.raises(FileRefused, match="another process"),
-        WorkFolder(work.folder, 1, SILENT),
+        WorkFolder(work.folder, SILENT),
     ):
         pass

@@ -10,7 +10,7 @@ from vllm_medusa.calibration.observations import MISSED, NO_LABEL
 from vllm_medusa.files import Run, aside
 from vllm_medusa.heads import HydraHeads, MedusaHeads
 from vllm_medusa.job import Progress
-from vllm_medusa.training.losses import IGNORED, head_labels
+from vllm_medusa.training.rows import IGNORED, Texts
 
 VOCAB, HIDDEN, HEADS, END = 19, 8, 3, 1
 
@@ -37,13 +37,15 @@ def random_texts(count=9):
 class Causal:
     """Hidden states that depend on all previous tokens, and on no later ones."""
 
+    hidden_size, state_names, end_tokens, device = HIDDEN, ("last",), {END}, "cpu"
+
     def __init__(self):
         torch.manual_seed(0)
         self.embedding = torch.randn(VOCAB, HIDDEN)
         self.lm_head = torch.nn.Linear(HIDDEN, VOCAB)
         self.calls = 0
 
-    def __call__(self, ids, mask):
+    def hidden_states(self, ids, mask):
         assert bool((mask[:, 1:] <= mask[:, :-1]).all()), "padding is on the right"
         self.calls += 1
         return self.embedding[ids].cumsum(1)
@@ -65,22 +67,20 @@ def make_heads(kind="medusa"):
 def observed(texts, folder, model=None, kind="medusa", of="heads", **options):
     model = model or Causal()
     folder.mkdir(exist_ok=True)
-    options = {"batch_tokens": 60, "num_ranks": 4, "end_tokens": {END}} | options
+    options = {"batch_tokens": 60, "num_ranks": 4} | options
     settings = [of, options["batch_tokens"]]
     with Run(folder / FOLDER, {"settings": settings}, of=folder, restart=True) as run:
-        return collect(texts, make_heads(kind), model, model.lm_head, run, **options)
+        return collect(texts, make_heads(kind), model, run, **options)
 
 
 def test_only_labeled_positions_are_collected(tmp_path):
-    """The rule of training, `head_labels`, for positions where all heads have a label."""
-    texts = random_texts()
+    """The rule of training for positions where all heads have a label."""
+    texts = Texts(random_texts())
     spans = list(find_spans(texts, HEADS, {END}))
-    for number, each in enumerate(texts):
-        labels = head_labels(torch.tensor(each.token_ids), each.generated, HEADS)
-        mask = (labels != IGNORED).all(1)
-        found = [p for t, first, stop in spans if t == number for p in range(first, stop)]
-        assert found == torch.nonzero(mask)[:, 0].tolist()
-    observations, _ = observed(texts, tmp_path)
+    labels = texts.labels(torch.arange(len(texts.tokens)), HEADS)
+    positions = [p for span in spans for p in range(span.start, span.stop)]
+    assert positions == torch.nonzero((labels != IGNORED).all(1))[:, 0].tolist()
+    observations, _ = observed(texts.records, tmp_path)
     assert (observations.ranks != NO_LABEL).all()
     assert observations.offsets[-1] == len(observations.ranks)
     assert observations.num_texts == len(spans)
@@ -93,10 +93,13 @@ def test_ranks_do_not_depend_on_the_batches(kind, tmp_path):
     observations, fitted = observed(texts, tmp_path, model, kind)
     alone, _ = observed(texts, tmp_path, model, kind, batch_tokens=1)
     assert np.array_equal(observations.ranks, alone.ranks)
-    for rows, (number, first, stop) in zip(
-        observations.texts(), find_spans(texts, HEADS, {END}), strict=True
+    joined = Texts(texts)
+    for rows, (first, stop, _) in zip(
+        observations.texts(), find_spans(joined, HEADS, {END}), strict=True
     ):
+        number = joined.record_of(first)
         ids = torch.tensor(texts[number].token_ids)
+        first, stop = first - joined.first[number], stop - joined.first[number]
         states = model.embedding[ids].cumsum(0)[first:stop]
         path = torch.stack([ids[first + 1 + h : stop + 1 + h] for h in range(HEADS)], 1)
         with torch.no_grad():
@@ -116,8 +119,8 @@ def test_a_finished_text_is_used_to_its_end(tmp_path):
     ended = text([5, 6, 7, 8, END], [(2, 5)])
     cut = text([5, 6, 7, 8, 9], [(2, 5)])
     observations, _ = observed([ended, text(list(range(2, 14)), [(1, 12)])], tmp_path)
-    assert list(find_spans([cut], HEADS, {END})) == [], "three tokens, three heads"
-    assert list(find_spans([ended], HEADS, {END})) == [(0, 1, 3)]
+    assert list(find_spans(Texts([cut]), HEADS, {END})) == [], "three tokens, three heads"
+    assert list(find_spans(Texts([ended]), HEADS, {END})) == [(1, 3, 3)]
     shorter = observations.texts()[1]
     assert (shorter == NO_LABEL).tolist() == [[False, False, True], [False, True, True]]
 

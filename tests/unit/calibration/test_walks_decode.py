@@ -12,6 +12,7 @@ from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.decode import decode
 from vllm_medusa.files import Run
 from vllm_medusa.heads import load_heads
+from vllm_medusa.training.target import Target
 from vllm_medusa.tree import TokenTree
 
 TREE = TokenTree.dense([4, 3, 2, 1])
@@ -39,12 +40,8 @@ def test_walks_of_the_targets_own_text_equal_decoding(trained, tmp_path, tempera
         texts[-1].prompt_key = str(number)
         accepted.append(result.accepted_per_step)
 
-    def hidden_states(ids, mask):
-        return model.model(ids, attention_mask=mask).last_hidden_state
-
-    lm_head = model.get_output_embeddings()
     with Run(tmp_path / "part", {}, of=tmp_path) as run:
-        observations, _ = collect(texts, heads, hidden_states, lm_head, run, end_tokens={1})
+        observations, _ = collect(texts, heads, Target(model), run)
     compared = total = 0
     order = sorted(range(len(texts)), key=lambda text: -len(texts[text].token_ids))
     for rows, steps in zip(observations.texts(), [accepted[text] for text in order], strict=True):

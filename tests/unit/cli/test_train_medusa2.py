@@ -71,7 +71,7 @@ def test_a_new_target_and_heads_for_it(source, data, done, capsys):
     training = config_of(done)["training"]
     assert config_of(done)["target"]["sha256"] == target_fingerprint(done / MODEL)["sha256"]
     assert config_of(done)["target"]["sha256"] != target_fingerprint(source)["sha256"]
-    assert training["joint"]["lora"]["rank"] == 4 and training["joint_steps"] > 0
+    assert training["joint"]["lora_rank"] == 4 and training["joint_steps"] > 0
     warm_up = [training[stage]["warmup_steps"] for stage in ("recipe", "joint")]
     assert warm_up == [50, 20], "each stage has its own log"
     assert training["target"]["sha256"] == target_fingerprint(source)["sha256"]  # it came from

@@ -6,7 +6,7 @@ import torch
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.proposer.topk import stable_topk
 from vllm_medusa.training.accuracy import TOP, Measurement, token_ranks
-from vllm_medusa.training.losses import IGNORED
+from vllm_medusa.training.rows import IGNORED
 
 V, H, K = 30, 8, 2
 

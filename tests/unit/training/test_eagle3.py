@@ -156,8 +156,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(target, records, trained,
 
 def test_it_starts_from_the_targets_last_layer(target):
     loaded = Target.load(target, dtype=torch.float32, device="cpu")
-    states = torch.randn(8, loaded.hidden_size, generator=torch.Generator().manual_seed(0))
-    drafter = eagle3.new_drafter(loaded, (0, 1, 2), K, states, None, frozen_lm_head=True, seed=0)
+    drafter = eagle3.new_drafter(loaded, (0, 1, 2), K, None, frozen_lm_head=True, seed=0)
     last, hidden = dict(eagle3.decoder_layers(loaded)[-1].named_parameters()), loaded.hidden_size
     own = dict(drafter.midlayer.named_parameters())
     for name in ("q", "k", "v"):
@@ -180,8 +179,7 @@ def test_it_starts_from_the_targets_final_norm(target, kind):
         for parameter in norm.parameters():
             parameter.normal_()
     loaded.backbone.norm = norm
-    states = torch.randn(8, loaded.hidden_size)
-    drafter = eagle3.new_drafter(loaded, (0, 1, 2), K, states, None, frozen_lm_head=True, seed=0)
+    drafter = eagle3.new_drafter(loaded, (0, 1, 2), K, None, frozen_lm_head=True, seed=0)
     torch.testing.assert_close(drafter.norm.weight, norm.weight)
 
 
@@ -248,15 +246,6 @@ def test_heads_and_drafters_share_hidden_states(target, records, trained, tmp_pa
     alone, heads = weights_of(tmp_path / "alone"), weights_of(tmp_path / "heads")
     assert all(torch.equal(alone[name], heads[name]) for name in alone)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")} == files
-
-
-def test_texts_are_split_into_pieces(target, records, tmp_path, monkeypatch):
-    monkeypatch.setattr(eagle3, "PIECE_ROWS", 16)
-    base = options(target, records, tmp_path / "pieces")
-    train(replace(base, training=replace(base.training, epochs=1)))
-    rows = [line["rows"] for line in log_of(tmp_path / "pieces") if "rows" in line]
-    # all texts except two held-out ones, up to the last label; at least 80 per step
-    assert all(64 < count < 96 + 80 for count in rows)
 
 
 def test_a_shared_lm_head_is_not_trained(target, records, trained, tmp_path):

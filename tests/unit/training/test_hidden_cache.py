@@ -10,7 +10,7 @@ from support.records import random_records
 
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training.hidden_cache import CacheError, HiddenStates
-from vllm_medusa.training.rows import cut_pieces, row_ranges
+from vllm_medusa.training.rows import WHOLE, Texts
 from vllm_medusa.training.target import Target
 
 ROW = 64 * 4  # bytes
@@ -22,38 +22,37 @@ def target(tmp_path_factory):
     return Target.load(save_model(tmp_path_factory.mktemp("target"), "Llama"))
 
 
-def ranges(records):
-    found = [row_ranges(record) for record in records]
-    return [(spans[0][0], spans[-1][1]) if spans else (0, 0) for spans in found]
-
-
 @pytest.fixture
 def states(target, tmp_path):
     """Create the states of the records, or of other ones, in a folder."""
 
     def made(folder=tmp_path, records=RECORDS, target=target, key="a", **options):
         settings = {"dtype": torch.float32, "shard_bytes": 40 * ROW, "forward_tokens": 64}
-        where = (folder, {"target": key})
-        return HiddenStates(target, records, ranges(records), *where, **settings | options)
+        texts = Texts(records)
+        where = (texts, texts.cut(WHOLE), folder, {"target": key})
+        return HiddenStates(target, *where, **settings | options)
 
     return made
 
 
-EVERYTHING = [(number, *rows) for number, rows in enumerate(ranges(RECORDS)) if rows[1]]
+TEXTS = Texts(RECORDS)
+EVERYTHING = list(TEXTS.spans())
 
 
 def straight(target: Target) -> list[torch.Tensor]:
     """The definition, record by record."""
-    return [
-        target.hidden_states(torch.tensor([RECORDS[n].token_ids]))[0, start:end]
-        for n, start, end in EVERYTHING
-    ]
+    parts = []
+    for start, end in EVERYTHING:
+        number = TEXTS.record_of(start)
+        whole = target.hidden_states(torch.tensor([RECORDS[number].token_ids]))[0]
+        parts.append(whole[start - TEXTS.first[number] : end - TEXTS.first[number]])
+    return parts
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
 def test_states_equal_the_targets_cached_or_not(states, share, target, tmp_path, in_memory):
-    bound = int(share * sum(end - start for _, start, end in EVERYTHING) * ROW)
+    bound = int(share * sum(end - start for start, end in EVERYTHING) * ROW)
     kept = states(None if in_memory else tmp_path, max_bytes=bound)
     kept.build()
     on_disk = sum(file.stat().st_size for file in tmp_path.rglob("*.bin"))
@@ -64,8 +63,8 @@ def test_states_equal_the_targets_cached_or_not(states, share, target, tmp_path,
     found, expected = kept.read([EVERYTHING[i] for i in order]), [parts[i] for i in order]
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4)
     longest = max(range(len(parts)), key=lambda i: len(parts[i]))
-    record, start, _ = EVERYTHING[longest]
-    some = kept.read([(record, start + 2, start + 5)])
+    start, _ = EVERYTHING[longest]
+    some = kept.read([(start + 2, start + 5)])
     torch.testing.assert_close(some, parts[longest][2:5], rtol=1e-4, atol=1e-4)
 
 
@@ -73,9 +72,9 @@ def test_cached_states_are_moved_to_the_targets_device(states, monkeypatch):
     """ "meta" stands for a GPU: torch refuses to concatenate its tensors with the CPU's."""
     kept = states(max_bytes=states().needed_bytes // 2)
     kept.build()
-    computed = kept._computed
+    computed = kept.computed
     monkeypatch.setattr(
-        kept, "_computed", lambda records: [(r, s.to("meta")) for r, s in computed(records)]
+        kept, "computed", lambda records: [(r, s.to("meta")) for r, s in computed(records)]
     )
     assert kept.read(EVERYTHING[:1]).device.type == "cpu", "it is cached"
     assert kept.read(EVERYTHING).device.type == "meta"
@@ -128,9 +127,12 @@ def test_another_target_text_or_plan_has_another_cache(states):
 
 
 def test_pieces_of_an_uncached_record_stay_together(states):
-    pieces = cut_pieces(RECORDS, 4)
+    pieces = TEXTS.cut(4)
     assert states().groups(pieces) == list(range(len(pieces)))
-    groups, records = states(max_bytes=0).groups(pieces), [piece.record for piece in pieces]
+    groups, records = (
+        states(max_bytes=0).groups(pieces),
+        [TEXTS.record_of(piece.start) for piece in pieces],
+    )
     assert len(set(groups)) == len(set(records)) == len(set(zip(groups, records, strict=True)))
 
 

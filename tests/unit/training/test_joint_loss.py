@@ -16,11 +16,11 @@ from torch import Tensor
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora, losses, medusa2
-from vllm_medusa.training.losses import IGNORED, head_weights
-from vllm_medusa.training.medusa2 import Medusa2, lm_loss
-from vllm_medusa.training.method import Setup, Texts
-from vllm_medusa.training.options import JointOptions, LoraSettings, StepOptions
-from vllm_medusa.training.rows import cut_pieces
+from vllm_medusa.training.losses import head_weights
+from vllm_medusa.training.medusa2 import Medusa2
+from vllm_medusa.training.method import Batch, Data, Setup
+from vllm_medusa.training.options import JointOptions, StepOptions
+from vllm_medusa.training.rows import WHOLE, Texts
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
@@ -44,7 +44,7 @@ class Joint:
     ) -> None:
         path = save_model(folder, architecture, initializer_range=0.1, **changes)
         self.target = Target.load(path, dtype=dtype)
-        self.adapted = lora.attach(self.target.model, LoraSettings(rank=4), seed=0)
+        self.adapted = lora.attach(self.target.model, JointOptions(lora_rank=4), seed=0)
         self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0)
         torch.manual_seed(3)
         with torch.no_grad():
@@ -92,13 +92,18 @@ class Joint:
     def method(self, soft: bool = False, distill: bool = True) -> Medusa2:
         joint = JointOptions(lm_loss="kl" if distill else "cross-entropy")
         settings = StepOptions(labels="soft" if soft else "tokens")
-        texts = Texts(RECORDS, cut_pieces(RECORDS, 1 << 31, whole=True))
-        setup = Setup(texts, texts, settings, Workers("cpu"))
+        texts = Texts(RECORDS)
+        data = Data(texts, texts.cut(WHOLE, whole=True))
+        setup = Setup(data, data, settings, Workers("cpu"))
         return Medusa2(self.target, self.adapted, self.heads, joint, setup)
+
+    def batch(self, soft: bool = False) -> Batch:
+        method = self.method(soft)
+        return method.collate(method.data.pieces)
 
     def ours(self, soft, distill, lambda_0, parts=1):
         method = self.method(soft, distill)
-        batches = [method.collate(range(3)[i::parts]) for i in reversed(range(parts))]
+        batches = [method.collate(method.data.pieces[i::parts]) for i in reversed(range(parts))]
         counts = sum(batch.counts for batch in batches)
         weights = torch.cat([torch.ones(1), lambda_0 * head_weights(K)]) / counts
         return torch.stack([method.loss(batch, weights)[0] for batch in batches]).sum()
@@ -155,26 +160,6 @@ def test_control_wrong_teachers_are_detected(llama, monkeypatch):
     compare(llama)
 
 
-def test_only_adapter_and_heads_get_gradients(llama):
-    for parameter in llama.target.model.parameters():
-        assert parameter.grad is None
-    llama.ours(False, True, 0.2).backward()
-    touched = {n for n, p in llama.target.model.named_parameters() if p.grad is not None}
-    assert len(touched) == len(llama.adapter) and all(".lora_" in name for name in touched)
-    assert all(p.grad is not None for p in llama.heads.parameters())
-    for parameter in (*llama.target.model.parameters(), *llama.heads.parameters()):
-        parameter.grad = None
-
-
-def test_prompt_tokens_have_no_labels(llama):
-    batch = llama.method().collate(range(3))
-    assert len(batch.labels) == 18 + 11 + 8
-    assert batch.counts.tolist() == [13 + 10 + 1, 12 + 2 + 6, 11 + 1 + 5, 10 + 0 + 4]
-    second = batch.labels[18 : 18 + 11, 0].tolist()
-    ids = list(RECORDS[1].token_ids)
-    assert second == [*ids[1:4], IGNORED, *ids[5:12]]
-
-
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
 def test_a_half_precision_target_and_fp32_heads_without_autocast(soft, llama, tmp_path):
     half = Joint(tmp_path, "Llama", torch.bfloat16)
@@ -182,24 +167,10 @@ def test_a_half_precision_target_and_fp32_heads_without_autocast(soft, llama, tm
     found = []
     for joint in (llama, half):
         method = joint.method(soft)
-        loss, sums = method.loss(method.collate(range(3)), torch.ones(1 + K))
+        loss, sums = method.loss(joint.batch(soft), torch.ones(1 + K))
         gradients = joint.gradients(loss).values()
         assert all(bool(g.isfinite().all()) for g in gradients)
         assert any(bool(g.any()) for g in gradients)
         found.append(sums[1:])
     # bf16 keeps 8 bits
     torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.0)
-
-
-def test_only_tokens_with_a_loss_are_counted(llama, monkeypatch):
-    """With a draft vocabulary and tokens as labels; soft labels all have a loss."""
-    token_map = torch.arange(0, VOCAB, 2)
-    heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
-    monkeypatch.setattr(llama, "heads", heads)
-    hard, soft = (llama.method(soft).collate(range(3)).counts[1:] for soft in (False, True))
-    assert bool((hard < soft).all()) and bool((hard > 0).all())
-
-
-def test_without_a_counted_token_there_is_no_loss():
-    states = torch.randn(4, HIDDEN, requires_grad=True)
-    assert lm_loss(states, torch.full((4,), IGNORED), torch.nn.Linear(HIDDEN, VOCAB)) == 0

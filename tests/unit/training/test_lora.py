@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.training import lora
-from vllm_medusa.training.options import LoraSettings
+from vllm_medusa.training.options import JointOptions
 from vllm_medusa.training.target import TargetError
 
 IDS = torch.arange(3, 35).view(2, 16) * 7 % VOCAB
@@ -39,7 +39,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def test_a_new_adapter_changes_no_bit_and_only_it_is_trained(model):
     own, before = weights(model), model(IDS).logits
-    adapted = lora.attach(model, LoraSettings(rank=4), seed=0)
+    adapted = lora.attach(model, JointOptions(lora_rank=4), seed=0)
     trained = lora.adapter_parameters(adapted)
     layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in trained}
     assert not layers & {"lm_head", "embed_tokens"}, layers
@@ -58,7 +58,7 @@ def test_a_new_adapter_changes_no_bit_and_only_it_is_trained(model):
 def test_disabling_the_adapter_restores_the_original(model):
     with torch.no_grad():
         before = model(IDS).logits
-    adapted = lora.attach(model, LoraSettings(rank=4), seed=0)
+    adapted = lora.attach(model, JointOptions(lora_rank=4), seed=0)
     disturb(adapted)
     changed = model(IDS).logits
     with lora.original(adapted):
@@ -70,7 +70,7 @@ def test_disabling_the_adapter_restores_the_original(model):
 
 def test_chosen_layers(llama):
     adapted = lora.attach(
-        llama, LoraSettings(modules=("q_proj", "model.layers.1.mlp.up_proj")), seed=0
+        llama, JointOptions(lora_modules=("q_proj", "model.layers.1.mlp.up_proj")), seed=0
     )
     assert sorted(adapted.targeted_module_names) == [
         "model.layers.0.self_attn.q_proj",
@@ -91,13 +91,13 @@ def test_chosen_layers(llama):
 )
 def test_layers_that_cannot_be_adapted_are_refused(llama, wanted, words):
     with pytest.raises(TargetError, match=f"(?s){words}"):
-        lora.attach(llama, LoraSettings(modules=("q_proj", wanted)), seed=0)
+        lora.attach(llama, JointOptions(lora_modules=("q_proj", wanted)), seed=0)
 
 
 def test_no_second_adapter(llama):
-    lora.attach(llama, LoraSettings(rank=4), seed=0)
+    lora.attach(llama, JointOptions(lora_rank=4), seed=0)
     with pytest.raises(TargetError, match="already has an adapter"):
-        lora.attach(llama, LoraSettings(), seed=0)
+        lora.attach(llama, JointOptions(), seed=0)
 
 
 def test_the_same_seed_gives_the_same_adapter_and_keeps_the_random_state(llama):
@@ -105,9 +105,9 @@ def test_the_same_seed_gives_the_same_adapter_and_keeps_the_random_state(llama):
     expected = torch.rand(1)
     first = copy.deepcopy(llama)
     torch.manual_seed(5)
-    one = lora.adapter_parameters(lora.attach(first, LoraSettings(rank=4), seed=7))
+    one = lora.adapter_parameters(lora.attach(first, JointOptions(lora_rank=4), seed=7))
     assert torch.equal(torch.rand(1), expected)
-    two = lora.adapter_parameters(lora.attach(llama, LoraSettings(rank=4), seed=7))
+    two = lora.adapter_parameters(lora.attach(llama, JointOptions(lora_rank=4), seed=7))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
@@ -119,11 +119,12 @@ def make(folder: Path, architecture: str, **changes: Any) -> tuple[str, Path, to
     (folder / "target" / "tokenizer.json").write_text('{"left": "as it is"}')
     (folder / "target" / "README.md").write_text("about the original")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    adapted = lora.attach(model, LoraSettings(rank=4), seed=0)
+    adapted = lora.attach(model, JointOptions(lora_rank=4), seed=0)
     disturb(adapted, 0.1)
     with torch.no_grad():
         logits = model(IDS).logits
-    return source, lora.save_adapter(adapted, folder / "adapter"), logits
+    adapted.save_pretrained(folder / "adapter")
+    return source, folder / "adapter", logits
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen, tied", "gemma, tied"])
@@ -158,9 +159,9 @@ def test_a_merged_folder_is_the_adapted_model(tmp_path, family):
 
 
 def test_non_finite_weights_are_not_merged(tmp_path, chaotic_llama, llama):
-    adapted = lora.attach(llama, LoraSettings(rank=4), seed=0)
+    adapted = lora.attach(llama, JointOptions(lora_rank=4), seed=0)
     disturb(adapted, float("nan"))
-    adapter = lora.save_adapter(adapted, tmp_path / "adapter")
+    adapted.save_pretrained(adapter := tmp_path / "adapter")
     with pytest.raises(ValueError, match="NaNs detected"):
         lora.merge_adapter(chaotic_llama, adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()

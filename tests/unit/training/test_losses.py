@@ -1,4 +1,4 @@
-"""The chunked losses against a plain-torch implementation, and valid labels."""
+"""The chunked losses against a plain-torch implementation."""
 
 import itertools
 
@@ -6,32 +6,12 @@ import pytest
 import torch
 
 from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training import losses
-from vllm_medusa.training.losses import IGNORED, Teacher, head_labels, head_losses
+from vllm_medusa.training.losses import Teacher, head_losses
+from vllm_medusa.training.rows import IGNORED, Texts
 
 H, V, K = 16, 40, 3
-DECAY = 0.8
-
-
-def test_labels_by_their_definition_on_two_turns():
-    spans, length = [(0, 3), (5, 9), (9, 12), (14, 15)], 16
-    ids = torch.arange(100, 100 + length)
-    labels = head_labels(ids, spans, K, own=True)
-    for t, h in itertools.product(range(length), range(-1, K)):
-        counts = any(t + 1 >= s and t + h + 2 < e for s, e in spans)
-        assert labels[t, h + 1] == (102 + t + h if counts else IGNORED), (t, h)
-    assert torch.equal(head_labels(ids, spans, K), labels[:, 1:])
-    assert labels[4].tolist() == [105, 106, 107, 108]  # from the prompt's last token
-    assert labels[7].tolist() == [108, IGNORED, IGNORED, IGNORED]  # 9 is another answer
-
-
-def test_a_span_beyond_the_text_has_no_labels_there():
-    labels = head_labels(torch.arange(4), [(2, 9)], K, own=True)
-    assert (labels[2:, 1:] == IGNORED).all() and labels[:, 0].tolist() == [IGNORED, 2, 3, IGNORED]
-
-
-def test_head_weights_count_from_one():
-    torch.testing.assert_close(losses.head_weights(3), torch.tensor([0.8, 0.64, 0.512]))
 
 
 def make_heads(kind: str) -> MedusaHeads:
@@ -84,9 +64,9 @@ def naive(
 def test_losses_and_gradients_equal_plain_torch(kind, soft, chunk):
     heads, length = make_heads(kind), 23
     matrix, bias = torch.randn(V, H), torch.randn(V)
-    ids = torch.randint(V, (length,))
-    spans = [(2, 9), (12, 23)]
-    tokens = head_labels(ids, spans, K)
+    ids = tuple(torch.randint(V, (length,)).tolist())
+    texts = Texts([Record(0, 1, "a", ids, ((2, 9), (12, 23)))])
+    tokens = texts.labels(torch.arange(length), K)
     weights = losses.head_weights(K) / 10
     sampled_at = torch.where(torch.arange(length) < 11, 0.7, 0.0) if soft else None
 

@@ -87,9 +87,7 @@ def test_heads_memorize_a_text_and_every_step_accepts_all(target, tmp_path):
     assert set(out.accepted_per_step) == {K}
 
 
-@pytest.mark.parametrize(
-    ("labels", "kind"), [("tokens", "medusa"), ("soft", "medusa"), ("soft", "hydra")]
-)
+@pytest.mark.parametrize(("labels", "kind"), [("tokens", "medusa"), ("soft", "hydra")])
 def test_an_interrupted_run_ends_with_the_same_weights(labels, kind, target, records, tmp_path):
     warm = [replace(record, temperature=0.7) for record in records]
     settings = replace(SHORT, labels=labels)
@@ -148,18 +146,6 @@ def test_untrained_heads_give_the_targets_own_logits(lm_heads, architecture, tmp
         torch.testing.assert_close(logits, wanted[:, None].expand(-1, 2, -1), rtol=1e-4, atol=1e-4)
 
 
-def test_the_draft_lm_head_is_the_targets_rows(tmp_path):
-    path = save_model(tmp_path, "Gemma2", final_logit_softcapping=5.0, initializer_range=0.1)
-    target, states = Target.load(path), torch.randn(3, 64)
-    for token_map in (None, torch.tensor([7, 2, 400])):
-        rows = target.lm_head_weight[slice(None) if token_map is None else token_map]
-        wanted = target.shape_logits(torch.nn.functional.linear(states, rows))
-        torch.testing.assert_close(target.lm_head_of(token_map)(states), wanted)
-        half = target.lm_head_of(token_map, torch.bfloat16)(states)
-        assert half.dtype == torch.bfloat16
-        torch.testing.assert_close(half.float(), wanted, rtol=0.05, atol=0.05)
-
-
 def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, trained):
     heads = new_heads(target, HeadOptions(num_heads=K, lm_heads="own"), seen_tokens(records))
     first = heads.lm_head_weight.detach().clone()
@@ -176,7 +162,7 @@ def test_soft_labels_of_a_small_vocabulary_use_the_full_one(target, records, tmp
     heads = new_heads(target, HeadOptions(num_heads=K), seen)
     with TrainingRun(tmp_path / "soft", {}) as run:
         method = looped(target, warm, run, replace(SHORT, labels="soft"), heads=heads).method
-    first = [i for i, piece in enumerate(method.texts.pieces) if piece.record == 0]
+    first = [p for p in method.data.pieces if p.start < len(warm[0].token_ids)]
     _, found = method.loss(method.collate(first), method.decay)
     ids = torch.tensor([records[0].token_ids])
     with torch.no_grad():
@@ -194,13 +180,13 @@ def test_a_non_finite_loss_stops_and_names_its_line(target, records, tmp_path):
     with TrainingRun(tmp_path / "bad", {}) as run:
         settings = replace(SHORT, batch_tokens=3 * 39, epochs=12)
         made = looped(target, records, run, settings)
-        states = made.method.texts.states
+        states, texts = made.method.data.states, made.method.data.texts
         read = states.read
 
         def corrupted(wanted):
             found, at = read(wanted), 0
-            for record, start, stop in wanted:
-                if record == 1 and made.step >= 7:
+            for start, stop in wanted:
+                if texts.record_of(start) == 1 and made.step >= 7:
                     found[at] = float("nan")
                 at += stop - start
             return found
@@ -211,11 +197,6 @@ def test_a_non_finite_loss_stops_and_names_its_line(target, records, tmp_path):
         state = made.stage.load()
     assert state is not None and state["step"] == 7
     assert all(bool(t.isfinite().all()) for t in state["heads"].values())
-
-
-def test_a_diverging_learning_rate_stops_too(trained):
-    with pytest.raises(NotFiniteError, match="--learning-rate"):
-        trained(learning_rate=1e36, warmup_steps=0)
 
 
 def test_bfloat16_trains_about_as_well(trained):

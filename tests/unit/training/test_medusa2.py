@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.kills import die, killed
 from support.models import HIDDEN, VOCAB, save_model
 from torch import Tensor
 
@@ -15,20 +14,18 @@ from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.loop import Loop, NotFiniteError
+from vllm_medusa.training.loop import Loop
 from vllm_medusa.training.medusa2 import Medusa2
-from vllm_medusa.training.method import Setup, Texts
-from vllm_medusa.training.options import JointOptions, LoraSettings, StepOptions
-from vllm_medusa.training.rows import Piece, cut_pieces
+from vllm_medusa.training.method import Data, Setup
+from vllm_medusa.training.options import JointOptions, StepOptions
+from vllm_medusa.training.rows import WHOLE, Texts
 from vllm_medusa.training.run import Stage, TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
 K = 2
 POISON = VOCAB - 1  # a token that occurs in one record only
-JOINT = JointOptions(
-    lora=LoraSettings(rank=4, alpha=8), lm_loss="kl", heads_weight=0.2, pass_tokens=40
-)
+JOINT = JointOptions(lora_rank=4, lora_alpha=8, lm_loss="kl", heads_weight=0.2, pass_tokens=40)
 STEPS = StepOptions(
     labels="tokens",
     epochs=2,
@@ -74,17 +71,15 @@ class Job:
         self.run = TrainingRun(folder / "heads", {"steps": dataclasses.asdict(steps)})
         self.run.work.mkdir(exist_ok=True)
         kept = records(4, 100)
-        spans = [
-            Piece(n, 3, len(r.token_ids) - 2, len(r.token_ids) - 1) for n, r in enumerate(kept)
-        ]
-        ranges = [(p.start, p.limit) for p in spans]
-        states = HiddenStates(self.target, kept, ranges, dtype=torch.float32)
+        heldout = Texts(kept)
+        spans = heldout.cut(WHOLE)
+        states = HiddenStates(self.target, heldout, spans, dtype=torch.float32)
         states.build()
-        self.adapted = lora.attach(self.target.model, joint.lora, seed=steps.seed)
+        self.adapted = lora.attach(self.target.model, joint, seed=steps.seed)
         self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
-        texts = texts or records(16)
-        train = Texts(texts, cut_pieces(texts, 1 << 31, whole=True))
-        setup = Setup(train, Texts(kept, spans, states), steps, Workers("cpu"), bf16)
+        train = Texts(texts or records(16))
+        data = Data(train, train.cut(WHOLE, whole=True))
+        setup = Setup(data, Data(heldout, spans, states), steps, Workers("cpu"), bf16)
         self.method = Medusa2(self.target, self.adapted, self.heads, joint, setup)
         self.loop = Loop(self.method, Stage(self.run), **changes)
         self.loop.resume()
@@ -112,6 +107,8 @@ def test_heads_learn_and_the_targets_weights_are_unchanged(whole):
     assert [entry["step"] for entry in steps] == list(range(1, whole.loop.steps + 1))
     assert whole.loop.steps >= 8 and measured[0]["step"] == 0
     assert measured[-1]["step"] == whole.loop.steps
+    rates = [group["initial_lr"] for group in whole.loop.optimizer.param_groups]
+    assert rates == [4e-3, 16e-3], "the heads' rate is higher"
     weights = [entry["lambda_0"] for entry in steps]
     assert weights == sorted(weights) and weights[-1] == pytest.approx(0.2)
 
@@ -122,63 +119,6 @@ def test_heads_learn_and_the_targets_weights_are_unchanged(whole):
 
     kept = {n.replace(".base_layer.", "."): t for n, t in whole.target.model.state_dict().items()}
     assert all(torch.equal(kept[name], tensor) for name, tensor in whole.own.items())
-
-
-def test_the_heads_have_a_higher_learning_rate(whole):
-    trained = {id(p): "adapter" for p in whole.method.adapter.values()}
-    trained |= {id(p): "heads" for p in whole.heads.parameters()}
-    factors = {"adapter": set(), "heads": set()}
-    for group in whole.loop.optimizer.param_groups:
-        for parameter in group["params"]:
-            factors[trained.pop(id(parameter))].add(group["factor"])
-            assert group["lr"] == pytest.approx(whole.log()[-2]["rate"] * group["factor"])
-    assert factors == {"adapter": {1.0}, "heads": {4.0}} and not trained
-
-
-def test_a_run_killed_anywhere_ends_with_the_same_bits(source, whole, tmp_path, monkeypatch):
-    """While a step is logged, while a state is half written, and before anything was saved."""
-    moments = iter([0, 3, 5, 7])  # the last logged step, if reached
-
-    def first_part(at, in_state):
-        job = Job(source, tmp_path, save_seconds=0.0)
-        save = torch.save
-
-        def torn(state, file):
-            save(state, file)
-            if state["state"]["step"] >= at:
-                file.truncate(1000)
-                die()
-
-        def report(step, _, __):
-            if step >= at and not in_state:
-                die()
-
-        if in_state:
-            monkeypatch.setattr(torch, "save", torn)
-        job.loop.train(report)
-
-    for number, at in enumerate(moments):
-        assert killed(lambda at=at, n=number: first_part(at, in_state=n % 2 == 1))
-    job = Job(source, tmp_path)
-    assert 4 <= job.loop.step < whole.loop.steps  # it resumes instead of restarting
-    job.loop.train()
-    expected, found = whole.result(), job.result()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert job.log() == whole.log()
-
-
-def test_a_non_finite_line_is_named_and_nothing_is_lost(source, tmp_path):
-    texts = records(16)
-    bad = texts[11]
-    texts[11] = Record(bad.index, bad.line, "bad", (*bad.token_ids[:5], POISON, 3), ((4, 7),), 1.0)
-    job = Job(source, tmp_path, texts=texts)
-    with torch.no_grad():
-        job.target.model.get_input_embeddings().weight[POISON] = torch.nan
-    at = next(i for i, step in enumerate(job.loop.plan) if 11 in step)
-    with pytest.raises(NotFiniteError, match=rf"step {at + 1} of .*this problem: 110\. "):
-        job.loop.train()
-    assert job.loop.stage.load()["step"] == at
-    assert job.loop.step == at and all(bool(t.isfinite().all()) for t in job.result().values())
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(source, tmp_path):

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from vllm_medusa.training.losses import IGNORED
-from vllm_medusa.training.options import QualityBounds
+from vllm_medusa.training.options import JointOptions
 from vllm_medusa.training.quality import QualityMeter, shortfalls
+from vllm_medusa.training.rows import IGNORED
 
 T, H, V = 23, 8, 40
 
@@ -70,7 +70,7 @@ def test_equals_the_definition_position_by_position(chunk):
     ],
 )
 def test_bounds(kl, ratio, words):
-    bounds = QualityBounds(max_kl=0.025, max_perplexity_ratio=1.05)
+    bounds = JointOptions(max_kl=0.025, max_perplexity_ratio=1.05)
     found = shortfalls({"kl": kl, "perplexity_ratio": ratio}, bounds)
     assert len(found) == len(words)
     assert all(word in text for word, text in zip(words, found, strict=True))
@@ -85,4 +85,4 @@ def test_a_diverged_model_is_measured_and_an_empty_text_is_an_error():
         meter.result()
     after[7], following[7] = math.nan, 3
     meter.add(following, before, after)
-    assert len(shortfalls(meter.result(), QualityBounds())) == 2
+    assert len(shortfalls(meter.result(), JointOptions())) == 2

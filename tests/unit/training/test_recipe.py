@@ -1,11 +1,9 @@
-"""Defaults from target and texts; lambda_0 and the learning rate over the steps."""
+"""Defaults from target and texts; lambda_0 over the steps."""
 
-import itertools
 import math
 
 import pytest
 
-from vllm_medusa.training.loop import rate_at
 from vllm_medusa.training.options import JointOptions, StepOptions
 from vllm_medusa.training.recipe import (
     complete,
@@ -41,13 +39,3 @@ def test_given_values_are_kept_and_others_have_defaults():
         found, own = complete_joint(joint, steps, self_distilled=written)
         assert (found.lm_loss, found.heads_weight, own.warmup_steps) == (lm_loss, peak, 20)
     assert complete_joint(joint, mine, self_distilled=True)[1].warmup_steps == 0
-
-
-def test_linear_warm_up_and_cosine_decay():
-    rates = [rate_at(step, 100, 10) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
-    assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5)
-    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
-    assert 0 < rates[-1] < 1e-3
-    assert rate_at(0, 5, 50) == 1.0  # a short run: warm-up is limited to a tenth
-    assert rate_at(0, 100, 0) == 1.0

@@ -4,19 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from support.records import random_records
 
 from vllm_medusa.offline.records import Record
-from vllm_medusa.training.losses import IGNORED
-from vllm_medusa.training.rows import (
-    count_labels,
-    cut_pieces,
-    deal,
-    labels_at,
-    plan_steps,
-    split_passes,
-    tokens_after,
-)
+from vllm_medusa.training.rows import IGNORED, Texts, deal, plan_steps, split_passes
 
 K = 3
 
@@ -25,42 +17,42 @@ K = 3
 @pytest.mark.parametrize("size", [1, 4, 128])
 def test_pieces_have_exactly_the_defined_labels(size, whole):
     records = random_records()
-    found = []
-    for piece in cut_pieces(records, size, whole=whole):
-        record = records[piece.record]
-        labels = labels_at(record, piece.start, piece.stop, K)
-        seen = tokens_after(record, piece.start, piece.stop, K)
-        assert labels.shape == seen.shape == (piece.num_rows, K) and piece.num_rows <= size
+    texts, found = Texts(records), []
+    for piece in texts.cut(size, whole=whole):
+        record = records[texts.record_of(piece.start)]
+        first = int(texts.first[texts.record_of(piece.start)])
+        rows = torch.arange(piece.start, piece.stop)
+        labels, seen = texts.labels(rows, K, own=True), texts.after(rows, K)
+        assert labels.shape == (piece.num_rows, 1 + K) and piece.num_rows <= size
         for row, head in (labels != IGNORED).nonzero().tolist():
-            t = piece.start + row
-            found.append((record.index, t, head, int(labels[row, head])))
-            own = seen[row, : head + 1]  # input of Hydra's head
-            assert own.tolist() == list(record.token_ids[t + 1 : t + head + 2])
-            assert t + head + 1 < piece.limit  # the state for the label's distribution
+            t = piece.start + row - first
+            found.append((record.index, t, head - 1, int(labels[row, head])))
+            path = seen[row, :head].tolist()  # input of Hydra's head
+            assert path == list(record.token_ids[t + 1 : t + head + 1])
+            assert piece.start + row + head < piece.limit  # the state for the label's distribution
+        assert torch.equal(texts.labels(rows, K), labels[:, 1:])
     wanted = [
         (r.index, t, head, r.token_ids[t + head + 2])
         for r in records
         for t in range(len(r.token_ids))
-        for head in range(K)
+        for head in range(-1, K)
         if any(s <= t + 1 and t + head + 2 < e for s, e in r.generated)
     ]
-    assert sorted(found) == sorted(wanted) and len(wanted) > 50
-    assert count_labels(records) == sum(head == 0 for _, _, head, _ in wanted)
+    heads = [each for each in wanted if each[2] >= 0]
+    assert sorted(each for each in found if each[2] >= 0) == sorted(heads) and len(heads) > 50
+    assert set(found) <= set(wanted)
+    assert texts.count_labels() == sum(head == 0 for _, _, head, _ in wanted)
 
 
 def test_two_turns_by_hand():
     record = Record(0, 1, "a", (90, 91, 1, 2, 3, 92, 4, 5, 6, 7), ((2, 5), (6, 10)), 0.5)
-    assert [tuple(piece) for piece in cut_pieces([record], 2)] == [
-        *((0, 1, 3, 4), (0, 5, 7, 9), (0, 7, 8, 9)),
-    ]
-    assert labels_at(record, 1, 3, 2).tolist() == [[2, 3], [3, IGNORED]]
-    assert labels_at(record, 6, 9, 2).tolist() == [[6, 7], [7, IGNORED], [IGNORED, IGNORED]]
-    assert count_labels([record]) == 5
-
-
-def test_spans_too_short_for_a_label_are_skipped():
-    record = Record(0, 1, "a", (1, 2, 3, 4), ((1, 2), (2, 3)), None)
-    assert cut_pieces([record], 8) == [] and count_labels([record]) == 0
+    texts = Texts([Record(1, 2, "b", (1, 2, 3, 4), ((1, 2), (2, 3))), record])  # too short first
+    assert texts.cut(2) == [(5, 7, 8), (7, 8, 8), (9, 11, 13), (11, 13, 13)]
+    assert texts.cut(100, whole=True) == [(0, 2, 2), (4, 13, 13)]
+    assert texts.labels(torch.arange(5, 7), 2).tolist() == [[2, 3], [3, IGNORED]]
+    labels = texts.labels(torch.arange(10, 13), 2, own=True).tolist()
+    assert labels == [[5, 6, 7], [6, 7, IGNORED], [7, IGNORED, IGNORED]]
+    assert texts.count_labels() == 5
 
 
 @pytest.mark.parametrize("epochs", [1, 3])

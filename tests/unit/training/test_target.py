@@ -71,16 +71,6 @@ def test_bfloat16(tmp_path):
     )
 
 
-def test_padding_on_the_right_changes_nothing(tmp_path):
-    target = Target.load(save_model(tmp_path, "Qwen3"))
-    ids = torch.arange(3, 23)[None]
-    padded = torch.cat([ids, torch.full((1, 7), 2)], 1)
-    mask = (torch.arange(27) < 20)[None].long()
-    torch.testing.assert_close(
-        target.hidden_states(padded, mask)[:, :20], target.hidden_states(ids)
-    )
-
-
 def test_refused_if_the_logits_differ(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, "Llama"))
     forward = model.forward
