@@ -22,8 +22,7 @@ from vllm_medusa.cli import (
 )
 from vllm_medusa.cli.console import ConsoleProgress, run_job
 from vllm_medusa.cli.hub import find_models
-from vllm_medusa.flags import Parser, add_flags, from_flags
-from vllm_medusa.options import Options
+from vllm_medusa.options import Options, Parser, add_flags, from_flags
 
 COMMANDS: dict[str, tuple[Callable[[Any, ConsoleProgress], int], str]] = {
     # name -> function that returns the exit status; help, and after a line "---" the epilog

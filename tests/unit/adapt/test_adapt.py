@@ -170,8 +170,8 @@ def test_insufficient_disk_space(refused, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--heldout-share", "0.6"], "share: '0.6' is not allowed; use a number above 0 to 0.5"),
-        (["--budgets", "8", "256"], "--budgets: '256' is not allowed; use a whole number from 1"),
+        (["--heldout-share", "0.6"], "share: '0.6' is not allowed; input should be less than"),
+        (["--budgets", "8", "256"], "--budgets: '256' is not allowed; input should be less"),
         (["--num-heads", "9", "--max-tokens", "10"], "at least 11 tokens"),
         (["--draft-vocab", "1"], "fewer than 16 tokens drafts nothing"),
         (["--drafter", "eagle3", "--method", "medusa-2"], "does not change the target"),

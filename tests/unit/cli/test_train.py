@@ -203,8 +203,8 @@ def test_refused_before_anything_is_written(data, tmp_path, capsys):
         (tmp_path / "cut", (), "whole distributions. Train with --labels tokens"),
         (records, ("--max-kl", "1"), "an option of --method medusa-2"),
         (records, ("--heldout", str(records)), "none of its 24 usable records"),
-        (records, ("--seed", "-1"), "--seed: '-1' is not allowed; use a whole number from 0"),
-        (records, ("--warmup-steps", "-1"), "--warmup-steps: '-1' is not allowed; use a whole"),
+        (records, ("--seed", "-1"), "--seed: '-1' is not allowed; input should be greater"),
+        (records, ("--warmup-steps", "-1"), "--warmup-steps: '-1' is not allowed; input"),
         (records, ("--decay", "1.5"), "--decay: '1.5' is not allowed"),
     ):
         assert run(*arguments((target, file), new, *more)) == 2, reason
