@@ -33,9 +33,9 @@ class InspectOptions(Options):
 
 def run(options: InspectOptions, progress: ConsoleProgress) -> int:
     """Inspect, and print the results; returns the exit status."""
-    from vllm_medusa.heads import HeadsError
     from vllm_medusa.heads.eagle import EagleInspection, inspect_eagle
     from vllm_medusa.heads.inspection import Inspection, inspect_heads
+    from vllm_medusa.heads.model import HeadsError
 
     found: Inspection | EagleInspection
     places = options.path, options.target

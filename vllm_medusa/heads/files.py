@@ -6,7 +6,6 @@ A source is a folder, a file, or a hub name. Headers (safetensors) or memory map
 
 from __future__ import annotations
 
-import hashlib
 import math
 import pickle
 import re
@@ -127,15 +126,8 @@ def is_drafter(files: CheckpointFiles) -> bool:
 
 
 def digest_heads(files: CheckpointFiles) -> str:
-    """Digest names, sizes and both ends of the weight files; ``config.json`` may change.
-
-    It ties a measurement to the measured heads.
-    """
-    paths = sorted(set(files.files.values()))  # the target's may be partly absent
-    ends = [plain_files.ends_of(path) if path.is_file() else b"" for path in paths]
-    return hashlib.sha256(
-        "".join(hashlib.sha256(end).hexdigest() for end in ends).encode()
-    ).hexdigest()
+    """A digest that ties a measurement to the measured heads; ``config.json`` may change."""
+    return plain_files.digest_ends(sorted(set(files.files.values())))
 
 
 def find_checkpoint(source: str | Path, revision: str | None = None) -> CheckpointFiles:

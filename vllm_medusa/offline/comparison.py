@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_medusa.config import OWN_TREE, EagleConfig, resolve_tree
 from vllm_medusa.files import refuse_to_replace, write_json
-from vllm_medusa.heads import peek_heads
+from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress, plural
 from vllm_medusa.offline.defaults import measure, plan_engine, read_limits

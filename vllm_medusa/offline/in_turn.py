@@ -35,22 +35,35 @@ class Timed:
     """Results and rates of one engine over all rounds."""
 
     results: dict[int, Result] = field(default_factory=dict)  # of the first round, by prompt index
-    seconds: float = 0.0
-    tokens: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
-    rates: list[float] = field(default_factory=list)  # tokens per second of each round
-    latest: dict[int, Result] = field(default_factory=dict)  # of the last round, by prompt index
+    rounds: list[tuple[int, float]] = field(default_factory=list)  # tokens and seconds of each
 
-    def add(self, results: Sequence[Result], seconds: float) -> None:
-        """Add a group. Raises ValueError: a prompt was refused."""
-        self.seconds += seconds
+    @property
+    def tokens(self) -> int:
+        """Generated tokens."""
+        return sum(tokens for tokens, _ in self.rounds)
+
+    @property
+    def seconds(self) -> float:
+        """Time for them."""
+        return sum(seconds for _, seconds in self.rounds)
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of each round."""
+        return [tokens / seconds if seconds else 0.0 for tokens, seconds in self.rounds]
+
+    def add(self, results: Sequence[Result], seconds: float) -> dict[int, Result]:
+        """Add a group to the last round; returns it by index. Raises ValueError: a refusal."""
+        tokens, before = self.rounds.pop()
         for result in results:
             if result.error is not None:
                 raise ValueError(f"prompt {result.prompt.request_id} was refused: {result.error}")
-            self.tokens += result.num_tokens
+            tokens += result.num_tokens
             self.acceptance.update(result.acceptance)
             self.results.setdefault(result.prompt.index, result)
-            self.latest[result.prompt.index] = result
+        self.rounds.append((tokens, before + seconds))
+        return {result.prompt.index: result for result in results}
 
 
 @dataclass(frozen=True)
@@ -143,8 +156,8 @@ def run_in_turn(
     if warm_up:
         first = prompts[:concurrency]
         run_in_turn(baseline, candidate, first, concurrency=concurrency, seed=seed)
-    each = turn or concurrency
-    groups = [prompts[start : start + each] for start in range(0, len(prompts), each)]
+    size = turn or concurrency
+    groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     comparison = InTurn()
     plain, judged = comparison.baseline, comparison.candidate
     order = [(baseline, plain), (candidate, judged)]
@@ -152,18 +165,16 @@ def run_in_turn(
     for number in range(rounds):
         if number and (time.perf_counter() - began) * (number + 1) / number > seconds:
             break
-        before = [(timed.tokens, timed.seconds) for timed in (plain, judged)]
+        for timed in (plain, judged):
+            timed.rounds.append((0, 0.0))
         for done, group in enumerate(groups, start=1):
             order.reverse()
-            for engine, timed in order:
-                timed.add(*engine.run(group, concurrency, seed))
+            both = [timed.add(*engine.run(group, concurrency, seed)) for engine, timed in order]
+            right, found = both if order[0][1] is plain else reversed(both)
             comparison.requests += len(group)
-            found = [_difference(plain.latest[p.index], judged.latest[p.index]) for p in group]
-            comparison.differences += filter(None, found)
+            pairs = (_difference(right[prompt.index], found[prompt.index]) for prompt in group)
+            comparison.differences += filter(None, pairs)
             progress(number * len(groups) + done, rounds * len(groups))
-        for timed, (tokens, earlier) in zip((plain, judged), before, strict=True):
-            spent = timed.seconds - earlier
-            timed.rates.append((timed.tokens - tokens) / spent if spent else 0.0)
     return comparison
 
 

@@ -9,7 +9,8 @@ from support.assets import TARGET
 from support.commands import run
 from support.fake_engine import FakeProcess
 
-from vllm_medusa.heads import MedusaHeads, save_heads
+from vllm_medusa.heads.checkpoint import save_heads
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import SILENT
 from vllm_medusa.offline import comparison
 from vllm_medusa.offline.defaults import TargetSizes

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from support.assets import HEADS, TARGET
 from support.eagle import Eagle1, Eagle3
 
-from vllm_medusa.heads import peek_heads, target_fingerprint
+from vllm_medusa.heads.checkpoint import peek_heads
+from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.offline.comparison import speculation
 from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.offline.options import CompareOptions, Speculation

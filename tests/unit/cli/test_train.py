@@ -19,7 +19,7 @@ from support.commands import run, said
 from support.models import save_model
 
 from vllm_medusa.files import digest
-from vllm_medusa.heads import load_heads
+from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.offline.records import load_records
 from vllm_medusa.training import draft_vocab, train, workers
 from vllm_medusa.training.target import Target

@@ -15,7 +15,7 @@ from support.commands import run, said
 from support.models import HIDDEN, VOCAB, save_model
 from transformers import AutoModelForCausalLM
 
-from vllm_medusa.heads import load_heads
+from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.offline.records import load_records, split_heldout
 from vllm_medusa.training.medusa2 import DEGRADED, MODEL

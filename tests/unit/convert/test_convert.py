@@ -14,7 +14,8 @@ from vllm_medusa.convert.eagle import DRAFTER_FORMATS
 from vllm_medusa.convert.job import FORMATS
 from vllm_medusa.convert.options import ConvertOptions
 from vllm_medusa.files import FileRefused
-from vllm_medusa.heads import HeadsError, target_fingerprint
+from vllm_medusa.heads.fingerprint import target_fingerprint
+from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.options import described
 
 FOREIGN = [name for name in FORMATS if name != "native"]

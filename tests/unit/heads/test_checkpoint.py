@@ -5,15 +5,9 @@ import pytest
 import torch
 from support.random_heads import HIDDEN, VOCAB, random_heads, write, write_sharded
 
-from vllm_medusa.heads import (
-    HeadsError,
-    MedusaHeads,
-    load_heads,
-    peek_heads,
-    save_heads,
-    update_config,
-)
+from vllm_medusa.heads.checkpoint import load_heads, peek_heads, save_heads, update_config
 from vllm_medusa.heads.files import CheckpointFiles
+from vllm_medusa.heads.model import HeadsError, MedusaHeads
 
 SIZES = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
 

@@ -9,7 +9,9 @@ import safetensors
 import torch
 from support.random_heads import random_heads, write, write_sharded
 
-from vllm_medusa.heads import HeadsError, files, load_heads, peek_heads
+from vllm_medusa.heads import files
+from vllm_medusa.heads.checkpoint import load_heads, peek_heads
+from vllm_medusa.heads.model import HeadsError
 
 SIZES = {"hidden_size": 8, "vocab_size": 20}
 

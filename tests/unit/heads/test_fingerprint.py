@@ -9,7 +9,9 @@ from safetensors.torch import load_file
 from support.assets import TARGET
 from support.random_heads import random_heads, write, write_sharded
 
-from vllm_medusa.heads import HeadsError, match_target, peek_heads, target_fingerprint
+from vllm_medusa.heads.checkpoint import peek_heads
+from vllm_medusa.heads.fingerprint import match_target, target_fingerprint
+from vllm_medusa.heads.model import HeadsError
 
 LAYERS, HIDDEN, VOCAB = 3, 96, 400
 CONFIG = {

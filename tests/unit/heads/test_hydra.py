@@ -7,15 +7,10 @@ import torch
 from safetensors.torch import load_file
 from support.hydra import dense_logits, random_hydra
 
-from vllm_medusa.heads import (
-    HeadsError,
-    HydraHeads,
-    PackedHydra,
-    load_heads,
-    peek_heads,
-    save_heads,
-)
+from vllm_medusa.heads.checkpoint import load_heads, peek_heads, save_heads
+from vllm_medusa.heads.hydra import HydraHeads, PackedHydra
 from vllm_medusa.heads.inspection import inspect_heads
+from vllm_medusa.heads.model import HeadsError
 
 HIDDEN, VOCAB, K = 16, 50, 3
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from support.random_heads import HIDDEN, VOCAB, random_heads, write
 
-from vllm_medusa.heads import HeadsError, target_fingerprint, update_config
+from vllm_medusa.heads.checkpoint import update_config
+from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.heads.inspection import inspect_heads
+from vllm_medusa.heads.model import HeadsError
 
 
 @pytest.fixture

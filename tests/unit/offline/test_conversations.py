@@ -94,7 +94,7 @@ CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace
         (chat.CHATML, [USER, {"role": "assistant", "content": " "}], "message 2 of 'messages' is"),
         (chat.CHATML, [], "messages is []: List should have at least 1 item"),
         (chat.CHATML, [USER, {"role": "assistant"}], "messages[1].content is"),
-        (chat.CHATML, [USER, {"role": "assistant", "content": "\ud800"}], "surrogate"),
+        (chat.CHATML, [USER, {"role": "assistant", "content": "\ud800"}], "unable to parse raw data"),
         (
             chat.CHATML,
             [{"from": "narrator", "value": "x"}],
@@ -117,7 +117,7 @@ def test_plain_text_is_trained_from_its_second_token():
     assert list(ids) == tokenizer("<s>import os\n")["input_ids"]
     assert spans == ((1, len(ids)),)
     for text, reason in (
-        ("", "it is empty"),
+        ("", "at least 1 character"),
         (3, "valid string"),
         ("<s>", "a single token"),
     ):

@@ -41,18 +41,21 @@ BAD = [
     ("{", "not JSON"),
     ("[1]", "a list instead of an object"),
     ('{"text": "x"}', "no key 'prompt' or 'messages' or 'turns'; the keys are 'text'"),
-    ('{"prompt": ""}', "prompt is '': it is empty"),
+    ('{"prompt": ""}', "prompt is '': String should have at least 1 character"),
     ('{"prompt": 7}', "prompt is 7: Input should be"),
     ('{"turns": []}', "turns is []: List should have"),
     ('{"turns": "one"}', "turns is 'one': Input should be a valid list"),
-    ('{"turns": ["a", ""]}', "turns[1] is '': it is empty"),
+    ('{"turns": ["a", ""]}', "turns[1] is '': String should have at least 1 character"),
     ('{"turns": ["a", 3]}', "turns[0] is 'a': Input should be a valid dict"),
     ('{"messages": [{"role": "user"}]}', "messages[0].content is {'role': 'user'}: Field required"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', "must be 'user'"),
-    (r'{"prompt": "a\ud800"}', "half of a surrogate pair"),
-    (r'{"prompt": "a", "id": "\ud800"}', "half of a surrogate pair"),
-    (r'{"turns": ["a", "\udfff"]}', "half of a surrogate pair"),
-    (r'{"messages": [{"role": "user", "content": "\ud800"}]}', "half of a surrogate pair"),
+    (r'{"prompt": "a\ud800"}', "unable to parse raw data"),
+    (r'{"prompt": "a", "id": "\ud800"}', "unable to parse raw data"),
+    (r'{"turns": ["a", "\udfff"]}', "unable to parse raw data"),
+    (
+        r'{"messages": [{"role": "user", "content": "\ud800"}]}',
+        "unable to parse raw data",
+    ),
 ]
 
 

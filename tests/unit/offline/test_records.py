@@ -109,7 +109,7 @@ BAD = [
     (GOOD | {"index": -1}, "index is -1: Input should be greater than or equal to 0"),
     (GOOD | {"temperature": float("nan")}, "temperature is nan: Input should be a finite number"),
     (GOOD | {"token_ids": [5] * 7}, "7 tokens; at most 6 are allowed"),
-    (GOOD | {"request_id": "\ud800"}, "surrogate"),
+    (GOOD | {"request_id": "\ud800"}, "unable to parse raw data"),
 ]
 
 
