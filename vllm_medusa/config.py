@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -135,6 +135,8 @@ WIDTH, DEPTH, DRAFTS = 10, 6, 59  # EAGLE-2's: 60 nodes, root included
 CHAIN = 5  # default number of draft tokens of a chain
 OWN_TREE = "heads"  # selects the tree in the heads' config
 _BOUNDS = {"width": 64, "depth": 32}  # of an EAGLE drafter's dynamic tree
+_Nodes = Annotated[int, Field(ge=1, lt=MAX_NODES)]
+_MaxRows = dict[Annotated[str, Field(pattern="^max_rows$")], Annotated[int, Field(ge=2)]]
 
 
 class _DraftOptions(_Options):
@@ -154,7 +156,7 @@ class _DraftOptions(_Options):
         description=f"an integer from 1 to {MAX_NODES - 1}: max draft nodes per request; "
         "omit it for the default",
     )
-    budget: Literal["auto"] | int | dict[str, int] | None = Field(
+    budget: Literal["auto"] | _Nodes | Annotated[_MaxRows, Field(min_length=1)] | None = Field(
         default=None,
         description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes per request; or '
         '{"max_rows": N}: max tokens per step, drafts included, 2 or more',
@@ -179,23 +181,6 @@ class _DraftOptions(_Options):
     @classmethod
     def _any_acceptance(cls, value: Any) -> AcceptanceConfig:
         return AcceptanceConfig.parse(value)
-
-    @model_validator(mode="after")
-    def _sound_budget(self) -> _DraftOptions:
-        budget = self.budget
-        right = (
-            budget in (None, "auto")
-            or (isinstance(budget, int) and 1 <= budget < MAX_NODES)
-            or (isinstance(budget, dict) and set(budget) == {"max_rows"} and budget["max_rows"] > 1)
-        )
-        if not right or isinstance(budget, bool):
-            self._refuse("budget")
-        return self
-
-    def _refuse(self, name: str) -> None:
-        description = type(self).model_fields[name].description
-        value = shown(getattr(self, name))
-        raise MedusaConfigError(f"{self.label} {name} is {value}; use {description}.")
 
     @classmethod
     def from_speculative_config(cls, config: Mapping[str, Any]) -> Self:
@@ -223,10 +208,7 @@ class MedusaConfig(_DraftOptions):
     @classmethod
     def _plain_tree(cls, value: object) -> object:
         if value == "dynamic" or (
-            isinstance(value, Mapping)
-            and value
-            and value.keys() <= _BOUNDS.keys()
-            and all(isinstance(number, int) for number in value.values())
+            isinstance(value, Mapping) and value and value.keys() <= _BOUNDS.keys()
         ):
             raise MedusaConfigError(
                 f"{cls.label} tree is {shown(value)}, a value for EAGLE drafters. Heads use "
@@ -296,7 +278,8 @@ class EagleConfig(_DraftOptions):
         if isinstance(tree, dict) and not (
             tree and all(1 <= n <= _BOUNDS.get(name, 0) for name, n in tree.items())
         ):
-            self._refuse("tree")
+            use = type(self).model_fields["tree"].description
+            raise MedusaConfigError(f"{self.label} tree is {shown(tree)}; use {use}.")
         return self
 
     @property

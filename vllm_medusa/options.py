@@ -68,8 +68,10 @@ def _filled(path: object) -> object:
     return path
 
 
-Source = Annotated[str, AfterValidator(_source)]  # a folder, a file or a hub name
-Model = Annotated[str, AfterValidator(_model)]  # a folder or a hub name
+Source = Annotated[
+    str, BeforeValidator(str), AfterValidator(_source)
+]  # a folder, a file or a hub name
+Model = Annotated[str, BeforeValidator(str), AfterValidator(_model)]  # folder, hub name
 Positive = Annotated[int, Field(ge=1)]
 FromZero = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # in vLLM, -1 means no seed

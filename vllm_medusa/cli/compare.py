@@ -1,4 +1,4 @@
-"""`vllm-medusa compare`: heads against plain vLLM for several tree sizes."""
+"""`vllm-medusa compare` and `adapt`: heads against plain vLLM, and made and measured as one job."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any
 
 from rich.table import Table
 
+from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.cli.console import ConsoleProgress, figures, invocation, stdout_console
 from vllm_medusa.offline.options import CompareOptions
 
-TEXT = """\
+COMPARE = """\
 Compare vLLM with heads to plain vLLM: both run the same prompts, in turn, once for each size of the
 heads' tree and once with dynamic trees ("automatic"). Reported are whether all tokens agree, the
 tokens per verification step (tau) and the throughput ratio. The exit status is 1 if a token differs
@@ -20,6 +21,18 @@ distinct prompt is used once, and every request has its own seed.
 
 A tree lists the best nodes first, so its first N nodes are the tree of that budget. Both engines
 alternate, so a ratio is meaningful even on a busy machine; tokens per second are not."""
+
+ADAPT = """\
+Make heads for a target, from prompts that resemble its workload: the target generates texts for
+the prompts (distill), heads are trained on them (train), their accuracy is measured on held-out
+texts (calibrate), the best tree for them is built (tree), and vLLM with these heads is compared
+with plain vLLM on prompts not used before (compare). The tree size that is fastest on this
+machine is saved with the heads.
+---
+Each stage is also a separate command and is printed before it runs; results and logs are in the
+work folder. If interrupted, the same command resumes; with other options, only the affected stages
+run again. The output has the heads (config.json and
+model.safetensors, as vLLM reads them), report.md with a plot of the training, and report.json."""
 
 
 def run(options: CompareOptions, progress: ConsoleProgress) -> int:
@@ -46,3 +59,21 @@ def table(document: dict[str, Any]) -> Table:
         best = row["num_draft_tokens"] == document["fastest"]
         result.add_row(*comparison.cells(row), style="bold" if best else "")
     return result
+
+
+def run_adapt(options: AdaptOptions, progress: ConsoleProgress) -> int:
+    """Train the heads and print their measurements; returns 0, or 1 if tokens differ in float32."""
+    from vllm_medusa.adapt.pipeline import adapt
+
+    document = adapt(options, progress, invocation())
+    if document is None:
+        progress.note(f"nothing to do; the heads are in {options.output}")
+        return 0
+    from vllm_medusa.adapt.report import conclusion
+    from vllm_medusa.offline.comparison import passed
+
+    progress.console.print(table(document["measured"]))
+    progress.note(conclusion(document))
+    output, work = options.output, options.work_folder
+    progress.note(f"heads and report in {output}; {work} is no longer needed")
+    return 0 if passed(document["measured"]) else 1

@@ -10,8 +10,7 @@ from typing import Any
 
 from vllm_medusa.files import digest, fingerprint
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.offline.acceptance import Acceptance
-from vllm_medusa.offline.batch import Conversation, Result, Session
+from vllm_medusa.offline.batch import Acceptance, Conversation, Result, Session
 from vllm_medusa.offline.defaults import CHANGE_MODEL, measure, read_limits
 from vllm_medusa.offline.engine import Sampling, start_seconds, without_memory
 from vllm_medusa.offline.options import GenerateOptions, PromptJob

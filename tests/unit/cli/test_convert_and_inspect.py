@@ -50,7 +50,7 @@ def test_inspect_describes_it_and_checks_that_it_fits(command, tmp_path):
         "parameters           986880\n",
         "12 draft nodes",
         "── 0",
-        "vllm-medusa convert",
+        "provenance",
         "ok fingerprint",
         f"{TARGET}: it fits\n",
     ):

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_medusa.offline.acceptance import Acceptance
+from vllm_medusa.offline.batch import Acceptance
 
 steps = st.lists(st.integers(1, 6), min_size=1)
 

@@ -94,7 +94,11 @@ CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace
         (chat.CHATML, [USER, {"role": "assistant", "content": " "}], "message 2 of 'messages' is"),
         (chat.CHATML, [], "messages is []: List should have at least 1 item"),
         (chat.CHATML, [USER, {"role": "assistant"}], "messages[1].content is"),
-        (chat.CHATML, [USER, {"role": "assistant", "content": "\ud800"}], "unable to parse raw data"),
+        (
+            chat.CHATML,
+            [USER, {"role": "assistant", "content": "\ud800"}],
+            "unable to parse raw data",
+        ),
         (
             chat.CHATML,
             [{"from": "narrator", "value": "x"}],
