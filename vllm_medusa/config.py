@@ -184,13 +184,13 @@ class _DraftOptions(_Options):
 
     @classmethod
     def from_speculative_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read the dict that a user passed to vLLM, without its ``method``.
+        """Read the dict that a user passed to vLLM; its ``method`` is left to the caller.
 
         Raises:
             MedusaConfigError: An unknown option or a value out of bounds.
 
         """
-        return cls(**config)
+        return cls(**{name: value for name, value in config.items() if name != "method"})
 
 
 class MedusaConfig(_DraftOptions):
@@ -236,20 +236,6 @@ class MedusaConfig(_DraftOptions):
                 'heads; set "model", or omit "revision".'
             )
         return self
-
-    @classmethod
-    def from_speculative_config(cls, config: Mapping[str, Any]) -> MedusaConfig:
-        """Read the dict that a user passed to vLLM; its ``method``, if present, must be "medusa".
-
-        Raises:
-            MedusaConfigError: Another method, an unknown option or a value out of bounds.
-
-        """
-        options = dict(config)
-        method = options.pop("method", "medusa")
-        if method != "medusa":
-            raise MedusaConfigError(f'The method is {method!r}; this plugin serves only "medusa".')
-        return super().from_speculative_config(options)
 
 
 class EagleConfig(_DraftOptions):

@@ -186,7 +186,6 @@ class TestMedusaConfig:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"method": "eagle"}, "method is 'eagle'; this plugin serves only \"medusa\""),
             ({"modle": "x"}, r"'modle' is unknown \(did you mean 'model'\?\); allowed: model, re"),
             ({"draft_tensor_parallel_size": 1}, "'draft_tensor_parallel_size' is unknown; allowe"),
             ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; use an integer from 1"),

@@ -126,8 +126,7 @@ def speculation(options: CompareOptions) -> dict[int | None, dict[str, Any]]:
     """The ``speculative_config`` of each possible budget, ascending; None: automatic."""
     config = medusa_config(options.heads, options.speculative_config)
     if config["method"] != "medusa":  # the drafter builds its trees itself
-        own = {name: value for name, value in config.items() if name != "method"}
-        maximum, size = EagleConfig.from_speculative_config(own).grown.num_draft_tokens, "budget"
+        maximum, size = EagleConfig.from_speculative_config(config).grown.num_draft_tokens, "budget"
         static = config
     else:
         info, wanted = peek_heads(options.heads), config.pop("tree", None)
@@ -213,32 +212,28 @@ def markdown(document: dict[str, Any]) -> list[str]:
 
 def conclusion(document: dict[str, Any]) -> str:
     """Summarize token equality and the fastest budget, if any is faster."""
-    rows = all_rows(document)
-    different = sum(row["differing_requests"] for row in rows)
-    requests = sum(row["requests"] for row in rows)
-    if not different:
-        said = [f"All tokens of {requests} requests equal plain vLLM's."]
-    else:
-        first = next(d for row in rows for d in row["differences"])
-        said = [
-            f"{different} of {requests} requests differ from plain vLLM's, the first "
-            f"({first['request_id']}) at token {first['position']}.",
+    rows, dtype = all_rows(document), document["dtype"]
+    different, requests = (sum(row[n] for row in rows) for n in ("differing_requests", "requests"))
+    said = [f"All tokens of {requests} requests equal plain vLLM's."]
+    if different:
+        said = [f"{different} of {requests} requests differ from plain vLLM's."]
+        said.append(
             "This must not happen in float32: please report it."
-            if document["dtype"] == "float32"
-            else f"In {document['dtype']} the rounding of a product depends on the number of "
-            "its rows, in plain vLLM too, so near-ties may be resolved differently.",
-        ]
+            if dtype == "float32"
+            else f"In {dtype} rounding depends on the number of rows, in plain vLLM too, so "
+            "near-ties may be resolved differently."
+        )
     best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
-    size = plural(best["num_draft_tokens"], "draft node")
+    size, ratio = plural(best["num_draft_tokens"], "draft node"), f"{best['ratio']:.2f}"
     if best["ratio"] > 1:
-        said.append(f"Fastest on this machine: {size}, {best['ratio']:.2f} times plain vLLM.")
+        said.append(f"Fastest on this machine: {size}, {ratio} times plain vLLM.")
         if min(best["ratios"]) <= 1:
             said.append("Not every round was faster, so the gain is within the noise.")
     else:
         said.append(
-            f"No tree is faster than plain vLLM on this machine: the best, {size}, reaches "
-            f"{best['ratio']:.2f} times its throughput. Heads help if a step's time is spent "
-            "loading weights: with larger targets, smaller batches, or more cores."
+            f"No tree is faster than plain vLLM on this machine: the best, {size}, reaches {ratio} "
+            "times its throughput. Heads help if a step's time is spent loading weights: with "
+            "larger targets, smaller batches, or more cores."
         )
     automatic = document[AUTOMATIC]["ratio"]
     said.append(f"With automatic trees it is {automatic:.2f} times plain vLLM.")

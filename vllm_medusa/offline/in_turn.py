@@ -34,35 +34,22 @@ class Timed:
     """Results and rates of one engine over all rounds."""
 
     results: dict[int, Result] = field(default_factory=dict)  # of the first round, by prompt index
+    seconds: float = 0.0
+    tokens: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
-    rounds: list[tuple[int, float]] = field(default_factory=list)  # tokens and seconds of each
+    rates: list[float] = field(default_factory=list)  # tokens per second of each round
+    latest: dict[int, Result] = field(default_factory=dict)  # of the last round, by prompt index
 
-    @property
-    def tokens(self) -> int:
-        """Generated tokens."""
-        return sum(tokens for tokens, _ in self.rounds)
-
-    @property
-    def seconds(self) -> float:
-        """Time for them."""
-        return sum(seconds for _, seconds in self.rounds)
-
-    @property
-    def rates(self) -> list[float]:
-        """Tokens per second of each round."""
-        return [tokens / seconds if seconds else 0.0 for tokens, seconds in self.rounds]
-
-    def add(self, results: Sequence[Result], seconds: float) -> dict[int, Result]:
-        """Add a group to the last round; returns it by index. Raises ValueError: a refusal."""
-        tokens, before = self.rounds.pop()
+    def add(self, results: Sequence[Result], seconds: float) -> None:
+        """Add a group. Raises ValueError: a prompt was refused."""
+        self.seconds += seconds
         for result in results:
             if result.error is not None:
                 raise ValueError(f"prompt {result.prompt.request_id} was refused: {result.error}")
-            tokens += result.num_tokens
+            self.tokens += result.num_tokens
             self.acceptance.update(result.acceptance)
             self.results.setdefault(result.prompt.index, result)
-        self.rounds.append((tokens, before + seconds))
-        return {result.prompt.index: result for result in results}
+            self.latest[result.prompt.index] = result
 
 
 @dataclass(frozen=True)
@@ -155,8 +142,8 @@ def run_in_turn(
     if warm_up:
         first = prompts[:concurrency]
         run_in_turn(baseline, candidate, first, concurrency=concurrency, seed=seed)
-    size = turn or concurrency
-    groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    each = turn or concurrency
+    groups = [prompts[start : start + each] for start in range(0, len(prompts), each)]
     comparison = InTurn()
     plain, judged = comparison.baseline, comparison.candidate
     order = [(baseline, plain), (candidate, judged)]
@@ -164,16 +151,18 @@ def run_in_turn(
     for number in range(rounds):
         if number and (time.perf_counter() - began) * (number + 1) / number > seconds:
             break
-        for timed in (plain, judged):
-            timed.rounds.append((0, 0.0))
+        before = [(timed.tokens, timed.seconds) for timed in (plain, judged)]
         for done, group in enumerate(groups, start=1):
             order.reverse()
-            both = [timed.add(*engine.run(group, concurrency, seed)) for engine, timed in order]
-            right, found = both if order[0][1] is plain else reversed(both)
+            for engine, timed in order:
+                timed.add(*engine.run(group, concurrency, seed))
             comparison.requests += len(group)
-            pairs = (_difference(right[prompt.index], found[prompt.index]) for prompt in group)
-            comparison.differences += filter(None, pairs)
+            found = [_difference(plain.latest[p.index], judged.latest[p.index]) for p in group]
+            comparison.differences += filter(None, found)
             progress(number * len(groups) + done, rounds * len(groups))
+        for timed, (tokens, earlier) in zip((plain, judged), before, strict=True):
+            spent = timed.seconds - earlier
+            timed.rates.append((timed.tokens - tokens) / spent if spent else 0.0)
     return comparison
 
 

@@ -87,7 +87,7 @@ def check_speculation(config: Mapping[str, Any]) -> None:
         medusa = MedusaConfig.from_speculative_config(config)
         resolve_tree(medusa.tree, max_draft_tokens=medusa.num_speculative_tokens)
     elif "tree" in config:
-        EagleConfig.from_speculative_config({k: v for k, v in config.items() if k != "method"})
+        EagleConfig.from_speculative_config(config)
 
 
 class PromptJob(EngineOptions, Speculation, PromptFile):
