@@ -175,13 +175,6 @@ def test_a_target_that_diverged_is_kept_as_degraded(
     assert train(source, data, output, *options) == 1
 
 
-def test_given_heads_need_no_warm_up(source, data, done, tmp_path):
-    output = tmp_path / "heads"
-    options = (*LOOSE, "--start-heads", str(done), "--joint-tokens", "9999")
-    assert train(source, data, output, *options) == 0
-    assert (output / MODEL).exists() and not (output / "training" / "warm-up.jsonl").exists()
-
-
 def test_refused_before_anything_is_written(source, data, tmp_path, capsys):
     for options, words in (
         (("--heldout-share", "0"), "its quality must be measured: pass --heldout"),
@@ -204,19 +197,6 @@ def test_a_quantized_target_is_refused(source, data, tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(config))
     assert train(str(folder), data, tmp_path / "heads") == 2
     assert "stored quantized" in said(capsys) and not (tmp_path / "heads").exists()
-
-
-def test_options_of_the_warm_up_have_effect(source, data, tmp_path):
-    output, cache = tmp_path / "heads", tmp_path / "cache"
-    options = (*LOOSE, "--cache", str(cache), "--cache-gb", "0.00002", "--warmup-steps", "1")
-    options += ("--epochs", "1", "--joint-tokens", "9999")
-    assert train(source, data, output, *options) == 0
-    files = sum(path.stat().st_size for path in cache.rglob("*.bin"))
-    assert 0 < files <= 20_000
-    training = config_of(output)["training"]
-    assert training["cache_gb"] == 0.00002
-    for recipe in (training["recipe"], training["joint"]):
-        assert recipe["warmup_steps"] == 1
 
 
 class Syncs:
