@@ -19,7 +19,6 @@ from typing import IO, Any, Self
 
 _END_BYTES = 1 << 16
 _CHECKPOINT_SUFFIXES = (".safetensors", ".bin", ".pt", ".json")
-_LARGEST_JSON = 1 << 24  # bytes; larger files are not ours
 
 
 class FileRefused(ValueError):
@@ -275,10 +274,9 @@ def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bo
     require_parent(path)
     if not os.path.lexists(path):
         return
-    if path.is_file() and (size := path.stat().st_size) <= _LARGEST_JSON:
-        with suppress(FileRefused):
-            if size == 0 or ours(read_json(path)):
-                return
+    with suppress(FileRefused, OSError):
+        if path.stat().st_size == 0 or ours(read_json(path)):
+            return
     raise FileRefused(
         f"{path} exists and holds no {what} written by this command, so it is not replaced: "
         "choose another file, or remove it yourself."

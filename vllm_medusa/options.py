@@ -297,10 +297,8 @@ def _add(parser: Any, each: Described) -> None:
     if each.item is bool:
         parser.add_argument(*names, action="store_true", help=help or None, **more)
         return
-    if each.choices:
-        more["choices"] = each.choices
-    elif "metavar" in each.more:
-        more["metavar"] = each.more["metavar"]
+    choices = f"{{{','.join(each.choices)}}}" if each.choices else None
+    more["metavar"] = each.more.get("metavar", choices)
     if each.many:
         more["nargs"] = "+"
     shown = each.more.get("shown")
@@ -308,5 +306,4 @@ def _add(parser: Any, each: Described) -> None:
         values = default if each.many else (default,)
         shown = " ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values)
     help = " ".join(filter(None, [help, shown and f"({shown})"])).replace("%", "%%")
-    reader = str if each.choices else each.parse
-    parser.add_argument(*names, type=reader, default=default, help=help or None, **more)
+    parser.add_argument(*names, type=each.parse, default=default, help=help or None, **more)

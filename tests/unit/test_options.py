@@ -101,7 +101,7 @@ def test_arguments_to_options_and_back(words, read):
         ("--engine-args {", "invalid JSON:"),
         ("--output=", "the name is empty"),
         ("--draft /nowhere", "'/nowhere' is not allowed; use the name of an existing folder"),
-        ("--kind hard", "invalid choice: 'hard' (choose from 'soft', 'tokens')"),
+        ("--kind hard", "'hard' is not allowed; input should be 'soft' or 'tokens'"),
     ],
 )
 def test_errors_name_value_bounds_and_option(words, message, capsys):

@@ -23,7 +23,6 @@ from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
 
 AUTOMATIC = "automatic"  # dynamic trees of automatic size
-COLUMNS = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical")
 _MIN_PROMPTS = 6  # min prompts to measure on
 
 
@@ -182,31 +181,28 @@ def setting(document: dict[str, Any]) -> str:
     prompts, rounds = plural(document["prompts"], "prompt"), plural(document["rounds"], "round")
     return (
         f"{prompts} of {document['data']}, up to {document['max_tokens']} new tokens each, {mode}, "
-        f"batch {document['batch']}; {rounds}, plain vLLM and vLLM with the heads alternating; "
-        f"{format_machine(document['machine'])}."
+        f"batch {document['batch']}, {document['dtype']}; {rounds}, plain vLLM and vLLM with the "
+        f"heads alternating; {format_machine(document['machine'])}."
     )
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """A row's figures, in the order of `COLUMNS`."""
-    budget = row["num_draft_tokens"]
-    same = row["requests"] - row["differing_requests"]
-    return [
-        AUTOMATIC if budget is None else str(budget),
-        "-" if row["tau"] is None else f"{row['tau']:.2f}",
-        f"{row['plain_steps']} -> {row['steps']}",
-        f"{row['ratio']:.2f}x",
-        f"{min(row['ratios']):.2f}-{max(row['ratios']):.2f}",
-        f"{same}/{row['requests']}",
-    ]
-
-
 def markdown(document: dict[str, Any]) -> list[str]:
-    """The rows as lines of Markdown."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    """The rows as lines of Markdown; the fastest is bold."""
+    columns = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical")
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in all_rows(document):
-        mark = "**" if row["num_draft_tokens"] == document["fastest"] else ""
-        lines.append(f"| {' | '.join(f'{mark}{value}{mark}' for value in cells(row))} |")
+        budget, mark = row["num_draft_tokens"], ""
+        if budget == document["fastest"]:
+            mark = "**"
+        cells = (
+            AUTOMATIC if budget is None else str(budget),
+            "-" if row["tau"] is None else f"{row['tau']:.2f}",
+            f"{row['plain_steps']} -> {row['steps']}",
+            f"{row['ratio']:.2f}x",
+            f"{min(row['ratios']):.2f}-{max(row['ratios']):.2f}",
+            f"{row['requests'] - row['differing_requests']}/{row['requests']}",
+        )
+        lines.append(f"| {' | '.join(f'{mark}{cell}{mark}' for cell in cells)} |")
     return lines
 
 

@@ -44,7 +44,6 @@ def written(content):
             for name in ("medusa_lm_head.pt", "model.safetensors")
             for content in (b"", b"nothing of the kind", b"\x80\x02}", b"PK\x03\x04?")
         ),
-        ("medusa_lm_head.pt", written(b""), "it is empty"),
         ("medusa_lm_head.pt", saved([torch.zeros(1)]), "must hold a state dict"),
         ("medusa_lm_head.pt", saved({"0.0.linear.weight": torch.zeros(1), "e": 3}), "a state dict"),
         ("model.safetensors", truncated, "is not a safetensors file"),
