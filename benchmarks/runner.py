@@ -26,9 +26,8 @@ from typing import Any
 from benchmarks.case import ROOT, Case
 from benchmarks.report import describe, draw, markdown
 from vllm_medusa.files import write_json
-from vllm_medusa.flags import add_flags, from_flags
 from vllm_medusa.job import Progress
-from vllm_medusa.options import Options
+from vllm_medusa.options import Options, add_flags, from_flags
 
 CASES = {  # name -> (location of its `Case`, what it measures)
     "speed": (

@@ -27,6 +27,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -261,14 +262,15 @@ def server(
         free.bind((_HOST, 0))
         port = free.getsockname()[1]
     os.environ["no_proxy"] = _HOST
-    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as costs:
+    with tempfile.NamedTemporaryFile() as file, tempfile.TemporaryDirectory() as costs:
+        log = Path(file.name)
         with environment(arm, options, costs):
             os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
             child = Child(f"the server of {arm.name}", serve, log)
         try:
             child.channel.send(words(arm, options, port, more))
             url = f"http://{_HOST}:{port}"
-            _wait(lambda: child.process.poll() is None, url, arm.name, log.fileno())
+            _wait(child.process.is_alive, url, arm.name, log)
             yield url
         finally:
             child.end(interrupt=True)
@@ -305,7 +307,7 @@ def serve(channel: Channel) -> None:
     serve_vllm(channel.recv())
 
 
-def _wait(alive: Callable[[], bool], url: str, name: str, log: int) -> None:
+def _wait(alive: Callable[[], bool], url: str, name: str, log: Path) -> None:
     end = time.monotonic() + _START_S
     while alive() and time.monotonic() < end:
         try:

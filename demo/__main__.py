@@ -20,9 +20,7 @@ from demo.replay import replay
 from demo.svg import draw
 from vllm_medusa.cli.console import ConsoleProgress, run_job, stdout_console
 from vllm_medusa.files import refuse_to_replace, require_parent
-from vllm_medusa.flags import add_flags, from_flags
-from vllm_medusa.heads import peek_heads
-from vllm_medusa.heads.checkpoint import require_fit
+from vllm_medusa.heads.checkpoint import peek_heads, require_fit
 from vllm_medusa.heads.files import find_target
 from vllm_medusa.heads.fingerprint import config_sizes
 from vllm_medusa.job import Progress
@@ -30,7 +28,15 @@ from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.offline.machine import describe_machine
 from vllm_medusa.offline.options import check_speculation
 from vllm_medusa.offline.prompts import load_prompts
-from vllm_medusa.options import AtLeastZero, FromZero, Options, Positive, option
+from vllm_medusa.options import (
+    AtLeastZero,
+    FromZero,
+    Options,
+    Positive,
+    add_flags,
+    from_flags,
+    option,
+)
 
 _HERE = Path(__file__).resolve().parent
 

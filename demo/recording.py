@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.files import read_json, write_json
-from vllm_medusa.offline.acceptance import Acceptance
+from vllm_medusa.offline.batch import Acceptance
 
 FORMAT = "vllm-medusa demo 1"
 

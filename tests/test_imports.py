@@ -21,7 +21,6 @@ CORE = {"tree", "config", "heads", "noise", "proposer", "scorer", "sampler", "kv
 PACKAGES = {  # package -> the packages it may import; all may read the version
     "files": set(),
     "options": set(),
-    "flags": {"options"},
     "job": set(),
     "kernels": set(),  # Triton, C++ and torch.compile; used by each package with kernels
     "noise": {"kernels"},
@@ -44,8 +43,7 @@ PACKAGES = {  # package -> the packages it may import; all may read the version
     "plugin": set(),  # refers to the worker by name
     "cli": CORE
     | BASE
-    | {"adapt", "decode", "offline", "convert", "training", "calibration", "flags"}
-    | {"plugin"},
+    | {"adapt", "decode", "offline", "convert", "training", "calibration", "plugin"},
     "__init__": CORE | {"decode"},  # public names, on first use
 }
 VLLM_INTERNALS = {"worker", "plugin"}  # the only packages that use vLLM's internals

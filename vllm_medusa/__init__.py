@@ -51,10 +51,4 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first access."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return getattr(importlib.import_module(_HOME[name]), name)

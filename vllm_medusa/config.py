@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -131,12 +131,14 @@ class RequestConfig(AcceptanceConfig):
         options = (extra or {}).get("medusa")
         if isinstance(options, str):
             options = _read_text(options)
-        if not isinstance(options or {}, Mapping):
+        if options is None:
+            options = {}
+        if not isinstance(options, Mapping):
             raise MedusaConfigError(
                 f'SamplingParams.extra_args["medusa"] is {shown(options)}; use a dict such as '
                 '{"acceptance": "typical"}, or its JSON as a string.'
             )
-        given = {str(key): value for key, value in (options or {}).items()}
+        given = {str(key): value for key, value in options.items()}
         given["mode"] = given.pop("acceptance", default.mode)
         return cls(**(given if given["mode"] != default.mode else default.model_dump() | given))
 
@@ -145,6 +147,8 @@ WIDTH, DEPTH, DRAFTS = 10, 6, 59  # EAGLE-2's: 60 nodes, root included
 CHAIN = 5  # default number of draft tokens of a chain
 OWN_TREE = "heads"  # selects the tree in the heads' config
 _BOUNDS = {"width": 64, "depth": 32}  # of an EAGLE drafter's dynamic tree
+_Nodes = Annotated[int, Field(ge=1, lt=MAX_NODES)]
+_MaxRows = dict[Annotated[str, Field(pattern="^max_rows$")], Annotated[int, Field(ge=2)]]
 
 
 class _DraftOptions(_Options):
@@ -164,7 +168,7 @@ class _DraftOptions(_Options):
         description=f"an integer from 1 to {MAX_NODES - 1}: max draft nodes per request; "
         "omit it for the default",
     )
-    budget: Literal["auto"] | int | dict[str, int] | None = Field(
+    budget: Literal["auto"] | _Nodes | Annotated[_MaxRows, Field(min_length=1)] | None = Field(
         default=None,
         description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes per request; or '
         '{"max_rows": N}: max tokens per step, drafts included, 2 or more',
@@ -190,32 +194,15 @@ class _DraftOptions(_Options):
     def _any_acceptance(cls, value: Any) -> AcceptanceConfig:
         return AcceptanceConfig.parse(value)
 
-    @model_validator(mode="after")
-    def _sound_budget(self) -> _DraftOptions:
-        budget = self.budget
-        right = (
-            budget in (None, "auto")
-            or (isinstance(budget, int) and 1 <= budget < MAX_NODES)
-            or (isinstance(budget, dict) and set(budget) == {"max_rows"} and budget["max_rows"] > 1)
-        )
-        if not right or isinstance(budget, bool):
-            self._refuse("budget")
-        return self
-
-    def _refuse(self, name: str) -> None:
-        description = type(self).model_fields[name].description
-        value = shown(getattr(self, name))
-        raise MedusaConfigError(f"{self.label} {name} is {value}; use {description}.")
-
     @classmethod
     def from_speculative_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read the dict that a user passed to vLLM, without its ``method``.
+        """Read the dict that a user passed to vLLM; its ``method`` is left to the caller.
 
         Raises:
             MedusaConfigError: An unknown option or a value out of bounds.
 
         """
-        return cls(**config)
+        return cls(**{name: value for name, value in config.items() if name != "method"})
 
 
 class MedusaConfig(_DraftOptions):
@@ -233,10 +220,7 @@ class MedusaConfig(_DraftOptions):
     @classmethod
     def _plain_tree(cls, value: object) -> object:
         if value == "dynamic" or (
-            isinstance(value, Mapping)
-            and value
-            and value.keys() <= _BOUNDS.keys()
-            and all(isinstance(number, int) for number in value.values())
+            isinstance(value, Mapping) and value and value.keys() <= _BOUNDS.keys()
         ):
             raise MedusaConfigError(
                 f"{cls.label} tree is {shown(value)}, a value for EAGLE drafters. Heads use "
@@ -265,20 +249,6 @@ class MedusaConfig(_DraftOptions):
             )
         return self
 
-    @classmethod
-    def from_speculative_config(cls, config: Mapping[str, Any]) -> MedusaConfig:
-        """Read the dict that a user passed to vLLM; its ``method``, if present, must be "medusa".
-
-        Raises:
-            MedusaConfigError: Another method, an unknown option or a value out of bounds.
-
-        """
-        options = dict(config)
-        method = options.pop("method", "medusa")
-        if method != "medusa":
-            raise MedusaConfigError(f'The method is {method!r}; this plugin serves only "medusa".')
-        return super().from_speculative_config(options)
-
 
 class EagleConfig(_DraftOptions):
     """The ``speculative_config`` of an EAGLE drafter with a ``tree``.
@@ -306,7 +276,8 @@ class EagleConfig(_DraftOptions):
         if isinstance(tree, dict) and not (
             tree and all(1 <= n <= _BOUNDS.get(name, 0) for name, n in tree.items())
         ):
-            self._refuse("tree")
+            use = type(self).model_fields["tree"].description
+            raise MedusaConfigError(f"{self.label} tree is {shown(tree)}; use {use}.")
         return self
 
     @property

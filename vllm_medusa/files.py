@@ -11,14 +11,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any, Self
 
 _END_BYTES = 1 << 16
-_LARGEST_JSON = 1 << 24  # bytes; larger files are not ours
+_CHECKPOINT_SUFFIXES = (".safetensors", ".bin", ".pt", ".json")
 
 
 class FileRefused(ValueError):
@@ -229,17 +229,26 @@ def digest_json(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def ends_of(path: Path) -> bytes:
-    """Name, size and both ends of a file: identifies checkpoints without reading gigabytes.
+def fingerprint(checkpoint: Path) -> str:
+    """A digest that identifies a checkpoint, a folder or a file, without reading gigabytes."""
+    files = sorted(checkpoint.iterdir()) if checkpoint.is_dir() else [checkpoint]
+    return digest_ends(path for path in files if path.suffix in _CHECKPOINT_SUFFIXES)
+
+
+def digest_ends(files: Iterable[Path]) -> str:
+    """SHA-256 of names, sizes and both ends of files; absent ones are left out.
 
     A safetensors file starts with its header and ends with weights; a pickle ends with the
     checksums of all its tensors.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(_END_BYTES)
-        file.seek(max(0, size - _END_BYTES))
-        return f"{path.name} {size}\n".encode() + head + file.read(_END_BYTES)
+    found = hashlib.sha256()
+    for path in filter(Path.is_file, files):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            found.update(f"{path.name} {size}\n".encode() + file.read(_END_BYTES))
+            file.seek(max(0, size - _END_BYTES))
+            found.update(file.read())
+    return found.hexdigest()
 
 
 def free_bytes(path: Path) -> int:
@@ -265,10 +274,9 @@ def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bo
     require_parent(path)
     if not os.path.lexists(path):
         return
-    if path.is_file() and (size := path.stat().st_size) <= _LARGEST_JSON:
-        with suppress(FileRefused):
-            if size == 0 or ours(read_json(path)):
-                return
+    with suppress(FileRefused, OSError):
+        if path.stat().st_size == 0 or ours(read_json(path)):
+            return
     raise FileRefused(
         f"{path} exists and holds no {what} written by this command, so it is not replaced: "
         "choose another file, or remove it yourself."

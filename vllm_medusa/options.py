@@ -1,21 +1,22 @@
-"""Options of jobs: a dataclass field defines an option's name, default, bounds and help text.
+"""Options of jobs and their command lines, both defined by the fields of a dataclass.
 
     class Texts(Options):
         samples: Positive = option("texts per prompt", default=1)
 
-    Texts(samples=0)   ValueError: samples is 0; use a whole number from 1
+    Texts(samples=0)   ValueError: samples is 0: input should be greater than or equal to 1
 
-A command line is made of the same fields (`vllm_medusa.flags`). Options that several commands
-share are a base class with a ``title``, under which the help lists them.
+Types are pydantic's. `add_flags` and `from_flags` make a command line. Options that several
+commands share are a base class with a ``title``, under which the help lists them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cached_property
 from inspect import get_annotations
 from pathlib import Path
 from types import NoneType
@@ -25,6 +26,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    NoReturn,
     TypeVar,
     dataclass_transform,
     get_args,
@@ -32,67 +34,50 @@ from typing import (
     get_type_hints,
 )
 
-
-@dataclass(frozen=True)
-class Number:
-    """Finite numbers from ``low`` to ``high``; ``above`` and ``below`` exclude the bound itself."""
-
-    kind: type[int] | type[float]
-    low: float = -math.inf
-    high: float = math.inf
-    above: bool = False
-    below: bool = False
-
-    def allows(self, value: Any) -> bool:
-        """Whether a value is allowed."""
-        kinds = int if self.kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
-            return False
-        over = value > self.low if self.above else value >= self.low
-        return over and (value < self.high if self.below else value <= self.high)
-
-    def __str__(self) -> str:
-        parts = ["a whole number" if self.kind is int else "a number"]
-        if math.isfinite(self.low):
-            parts.append(f"{'above' if self.above else 'from'} {self.low:g}")
-        if math.isfinite(self.high):
-            parts.append(f"{'below' if self.below else 'to'} {self.high:.15g}")
-        return " ".join(parts)
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 
-@dataclass(frozen=True)
-class Place:
-    """A folder, a file or a hub model; unambiguous paths must exist."""
-
-    files: bool = True  # whether a file is allowed
-
-    def allows(self, value: Any) -> bool:
-        """Whether a value can be a name."""
-        text = str(value).strip()
-        path = Path(os.path.expanduser(text))  # unlike Path's, accepts an unknown user
-        if path.is_file():
-            return self.files
-        return bool(text) and (text[0] not in "/.~" or path.exists())
-
-    def __str__(self) -> str:
-        if self.files:
-            return "the name of an existing folder or file, or of a hub model"
-        return (
-            "the name of an existing folder with config.json, tokenizer and safetensors, or of a "
-            "hub model (transformers makes such a folder of a GGUF file: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(TARGET), "
-            "and its tokenizer likewise)"
-        )
+def _source(text: str) -> str:
+    path = os.path.expanduser(text.strip())  # unlike Path's, accepts an unknown user
+    if path and (path[0] not in "/.~" or os.path.exists(path)):
+        return text
+    raise ValueError("use the name of an existing folder or file, or of a hub model")
 
 
-Source = Annotated[str, Place()]
-Model = Annotated[str, Place(files=False)]
-Positive = Annotated[int, Number(int, 1)]
-FromZero = Annotated[int, Number(int, 0)]
-Seed = Annotated[int, Number(int, 0, (1 << 32) - 1)]  # in vLLM, -1 means no seed
-Above = Annotated[float, Number(float, 0, above=True)]
-AtLeastZero = Annotated[float, Number(float, 0)]
-Share = Annotated[float, Number(float, 0, 1, above=True)]  # (0, 1]
+def _model(text: str) -> str:
+    if not os.path.isfile(os.path.expanduser(text)):
+        return _source(text)
+    raise ValueError(
+        "use the name of an existing folder with config.json, tokenizer and safetensors, or of a "
+        "hub model (transformers makes such a folder of a GGUF file: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(TARGET), "
+        "and its tokenizer likewise)"
+    )
+
+
+def _filled(path: object) -> object:
+    if isinstance(path, str) and not path.strip():  # which `Path` takes for the current folder
+        raise ValueError("the name is empty; name a file or folder, . for the current one")
+    return path
+
+
+Source = Annotated[
+    str, BeforeValidator(str), AfterValidator(_source)
+]  # a folder, a file or a hub name
+Model = Annotated[str, BeforeValidator(str), AfterValidator(_model)]  # folder, hub name
+Positive = Annotated[int, Field(ge=1)]
+FromZero = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # in vLLM, -1 means no seed
+Above = Annotated[float, Field(gt=0)]
+AtLeastZero = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -131,8 +116,12 @@ class Options:
 
     def __post_init__(self) -> None:
         for each in described(type(self)):
-            if problem := each.problem(getattr(self, each.name)):
-                raise ValueError(f"{each.name} is {problem}")
+            try:
+                value = each.validator.validate_python(getattr(self, each.name))
+            except ValidationError as error:
+                value, reason = _first(error)
+                raise ValueError(f"{each.name} is {value!r}: {reason}") from None
+            object.__setattr__(self, each.name, value)
         self.check()
 
     def check(self) -> None:
@@ -150,60 +139,81 @@ class Described:
     """An option with its parsed type."""
 
     name: str
-    flag: str  # its name on the command line, such as "--max-tokens"
     title: str  # of its class
-    kind: Any  # its type, without None, bounds and an outer tuple
-    bounds: Number | Place | None
-    choices: tuple[Any, ...]  # of a `Literal`
-    many: bool  # a tuple of such values
-    optional: bool  # None is allowed
+    type: Any  # as annotated
+    item: Any  # its type, without None and an outer tuple
     default: Any  # `MISSING` for required ones
     more: dict[str, Any]  # arguments of `option`
 
-    def problem(self, value: Any) -> str:
-        """Describe why a value is invalid, to follow "is"; empty if it is valid."""
-        if value is None and self.optional:
-            return ""
-        for one in value if self.many else (value,):
-            if self.choices and one not in self.choices:
-                return f"{one!r}; use one of {', '.join(map(str, self.choices))}"
-            if self.bounds is not None and not self.bounds.allows(one):
-                return f"{one!r}; use {self.bounds}"
-        return ""
+    @property
+    def flag(self) -> str:
+        """Its name on the command line, such as "--max-tokens"."""
+        own = [name for name in self.more["names"] if name.startswith("--")]
+        return own[0] if own else f"--{self.name.replace('_', '-')}"
+
+    @property
+    def many(self) -> bool:
+        """Whether it is a tuple of values."""
+        return get_origin(self.type) is tuple
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values of a `Literal`."""
+        return get_args(self.item) if get_origin(self.item) is Literal else ()
+
+    @cached_property
+    def validator(self) -> TypeAdapter[Any]:
+        """For its values."""
+        return _adapter(self.type)
+
+    def parse(self, text: str) -> Any:
+        """Read a value, or one of many, from a command line."""
+        adapter = _adapter(self.item)
+        try:
+            if get_origin(self.item) is dict:
+                return adapter.validate_json(text)
+            return adapter.validate_python(text)
+        except ValidationError as error:
+            message = f"{text!r} is not allowed; {_first(error)[1]}"
+            raise argparse.ArgumentTypeError(message) from None
 
 
-def described(options: type[Options]) -> Iterator[Described]:
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    kind: Any = Annotated[hint, BeforeValidator(_filled)] if hint is Path else hint
+    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+
+
+def _first(error: ValidationError) -> tuple[Any, str]:
+    """The first invalid value, and why it is."""
+    first = error.errors()[0]
+    reason = first["msg"].removeprefix("Value error, ")
+    return first["input"], reason[0].lower() + reason[1:]
+
+
+def described(options: type[Options]) -> list[Described]:
     """All options of a class except those in its groups."""
     hints = get_type_hints(options, include_extras=True)
+    found = []
     for each in fields(options):  # type: ignore[arg-type]
         if "flag" not in each.metadata:
             continue
-        more, hint = each.metadata["flag"], hints[each.name]
-        own = [name for name in more["names"] if name.startswith("--")]
+        item = hints[each.name]
+        if NoneType in get_args(item):
+            (item,) = (one for one in get_args(item) if one is not NoneType)
+        if get_origin(item) is tuple:
+            item = get_args(item)[0]
         owner = next(c for c in options.__mro__ if each.name in get_annotations(c))
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        bounds, choices = None, tuple[Any, ...]()
-        if optional := NoneType in get_args(hint):
-            (hint,) = (one for one in get_args(hint) if one is not NoneType)
-        if many := get_origin(hint) is tuple:
-            hint = get_args(hint)[0]
-        if get_origin(hint) is Annotated:
-            hint, bounds, *_ = get_args(hint)
-        elif get_origin(hint) is Literal:
-            choices = get_args(hint)
-            hint = type(choices[0])
-        yield Described(
-            name=each.name,
-            flag=own[0] if own else f"--{each.name.replace('_', '-')}",
-            title=owner.__dict__.get("title", ""),
-            kind=get_origin(hint) or hint,  # dict[str, Any]
-            bounds=bounds,
-            choices=choices,
-            many=many,
-            optional=optional,
-            default=default,
-            more=more,
+        found.append(
+            Described(
+                name=each.name,
+                title=owner.__dict__.get("title", ""),
+                type=hints[each.name],
+                item=item,
+                default=each.default if each.default_factory is MISSING else each.default_factory(),
+                more=each.metadata["flag"],
+            )
         )
+    return found
 
 
 def groups(options: type[Options]) -> Iterator[tuple[str, str, type[Options]]]:
@@ -236,9 +246,64 @@ def command_line(options: Options) -> list[str]:
         if each.more.get("positional"):
             words.append(str(value))
         elif value != each.default:
-            values = () if each.kind is bool else value if each.many else (value,)
+            values = () if each.item is bool else value if each.many else (value,)
             words.append(each.flag)
             words += (json.dumps(one) if isinstance(one, dict) else str(one) for one in values)
     for name, _, _ in groups(type(options)):
         words += command_line(getattr(options, name))
     return words
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and end the process."""
+        self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help.\n")
+
+
+def add_flags(parser: Any, options: type[Options], titled: dict[str, Any] | None = None) -> None:
+    """Add a flag for each option; options with the same title share a help group."""
+    titled = {} if titled is None else titled
+
+    def under(title: str) -> Any:
+        if title and title not in titled:
+            titled[title] = parser.add_argument_group(title)
+        return titled[title] if title else parser
+
+    for each in described(options):
+        _add(under(each.title), each)
+    for _, title, kind in groups(options):
+        add_flags(under(title), kind, titled)
+
+
+def from_flags(options: type[T], args: argparse.Namespace) -> T:
+    """Options from a parsed command line.
+
+    Raises ValueError: options conflict; single invalid values are rejected by the parser.
+    """
+    values = {each.name: getattr(args, each.name) for each in described(options)}
+    for name, _, kind in groups(options):
+        values[name] = from_flags(kind, args)
+    return options(**values)
+
+
+def _add(parser: Any, each: Described) -> None:
+    default = None if each.default is MISSING else each.default
+    help, names, more = each.more["help"], [each.name], dict[str, Any]()
+    if not each.more.get("positional"):
+        names = [each.flag, *(name for name in each.more["names"] if name != each.flag)]
+        more = {"dest": each.name, "required": each.default is MISSING}
+    if each.item is bool:
+        parser.add_argument(*names, action="store_true", help=help or None, **more)
+        return
+    choices = f"{{{','.join(each.choices)}}}" if each.choices else None
+    more["metavar"] = each.more.get("metavar", choices)
+    if each.many:
+        more["nargs"] = "+"
+    shown = each.more.get("shown")
+    if shown is None and default not in (None, (), "", {}):
+        values = default if each.many else (default,)
+        shown = " ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values)
+    help = " ".join(filter(None, [help, shown and f"({shown})"])).replace("%", "%%")
+    parser.add_argument(*names, type=each.parse, default=default, help=help or None, **more)

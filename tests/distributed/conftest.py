@@ -55,7 +55,8 @@ def _save(folder: Path, **options: Any) -> str:
     import torch
     from support.models import HIDDEN, VOCAB
 
-    from vllm_medusa.heads import MedusaHeads, save_heads
+    from vllm_medusa.heads.checkpoint import save_heads
+    from vllm_medusa.heads.model import MedusaHeads
 
     torch.manual_seed(3)
     heads = MedusaHeads(4, 1, HIDDEN, VOCAB, **options)

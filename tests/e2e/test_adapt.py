@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from vllm_medusa.heads import load_heads
+from vllm_medusa.heads.checkpoint import load_heads
 
 pytestmark = pytest.mark.engine
 

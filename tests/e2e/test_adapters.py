@@ -17,7 +17,7 @@ from support.spies import mean_accepted, recorded_steps
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.worker.target import adapters_left_out, store_target_rows
 
 pytestmark = pytest.mark.engine

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from vllm_medusa.decode import DecodeResult, decode
-from vllm_medusa.heads import load_heads, peek_heads
+from vllm_medusa.heads.checkpoint import load_heads, peek_heads
 from vllm_medusa.proposer.hydra import HydraBeam
 from vllm_medusa.proposer.steps import HydraStep
 from vllm_medusa.sampler import Verdict

@@ -29,7 +29,8 @@ from vllm import LLM, envs
 from vllm_medusa.budget import policy
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.decode import decode
-from vllm_medusa.heads import PackedHeads, load_heads
+from vllm_medusa.heads.checkpoint import load_heads
+from vllm_medusa.heads.packed import PackedHeads
 from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.worker import practice
 from vllm_medusa.worker.metrics import KINDS

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from vllm_medusa.decode import decode
-from vllm_medusa.heads import load_heads
+from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.noise import Seeds
 from vllm_medusa.sampler import draw_splitmix
 from vllm_medusa.tree.presets import load_preset

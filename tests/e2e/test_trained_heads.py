@@ -9,7 +9,7 @@ from support.engines import complete, engine, greedy, medusa
 from support.models import save_model
 from support.overfit import PROMPT, K, overfit
 
-from vllm_medusa.heads import save_heads
+from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.training.target import Target
 
 pytestmark = pytest.mark.engine

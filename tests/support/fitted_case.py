@@ -19,7 +19,7 @@ from support.models import VOCAB, save_fitted_heads, save_model
 from support.reference import assert_chaotic
 from support.runner import sized
 from vllm_medusa.decode import DecodeResult, decode
-from vllm_medusa.heads import load_heads
+from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.dynamic import BEAM_WIDTH, Beam, DynamicTree
 

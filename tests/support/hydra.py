@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from support.models import HIDDEN, VOCAB, fitted_lm_head, random_ranks
-from vllm_medusa.heads import HydraHeads, save_heads
+from vllm_medusa.heads.checkpoint import save_heads
+from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.training.losses import draft_labels
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from vllm_medusa.heads import MedusaHeads, save_heads
+from vllm_medusa.heads.checkpoint import save_heads
+from vllm_medusa.heads.model import MedusaHeads
 
 VOCAB = 512
 HIDDEN = 64

@@ -11,7 +11,7 @@ from support.assets import HEADS, TARGET, code_prompts
 from transformers import AutoModelForCausalLM
 
 from vllm_medusa.decode import DecodeResult, decode
-from vllm_medusa.heads import load_heads
+from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.noise import LevelNoise, Noise, Seeds, next_seeds, splitmix_gumbel
 from vllm_medusa.sampler import draw_splitmix
 from vllm_medusa.tree.presets import load_preset

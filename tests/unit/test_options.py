@@ -2,22 +2,25 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from vllm_medusa.flags import Parser, add_flags, from_flags
 from vllm_medusa.options import (
     Above,
     AtLeastZero,
     FromZero,
     Options,
+    Parser,
     Positive,
     Seed,
     Share,
     Source,
+    add_flags,
     command_line,
+    from_flags,
     group,
     option,
     values_of,
@@ -83,31 +86,22 @@ def test_defaults_are_defined_in_the_fields_only():
 def test_arguments_to_options_and_back(words, read):
     job = parse(*words.split())
     assert read(job)
-    assert parse(*(word for word in command_line(job) if word != "m")) == job
-
-
-def test_a_command_line_omits_defaults():
     assert command_line(parse()) == ["m", "--output", "x"]
+    assert parse(*(word for word in command_line(job) if word != "m")) == job
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--samples 0", "'0' is not allowed; use a whole number from 1"),
-        ("--samples 1.5", "'1.5' is not allowed; use a whole number from 1"),
-        ("--seed -1", "'-1' is not allowed; use a whole number from 0 to 4294967295"),
-        ("--share 1.5", "'1.5' is not allowed; use a number above 0 to 1"),
-        ("--rate 0", "'0' is not allowed; use a number above 0"),
-        ("--rate nan", "'nan' is not allowed; use a number above 0"),
-        ("--rate inf", "'inf' is not allowed; use a number above 0"),
-        ("--temperatures 1 -1", "'-1' is not allowed; use a number from 0"),
-        ("--budgets 2 x", "'x' is not allowed; use a whole number from 1"),
-        ("--engine-args [1]", "use a JSON object such as"),
-        ("--engine-args {", "not JSON:"),
+        ("--samples 0", "'0' is not allowed; input should be greater than or equal to 1"),
+        ("--samples 1.5", "'1.5' is not allowed; input should be a valid integer"),
+        ("--rate inf", "'inf' is not allowed; input should be a finite number"),
+        ("--temperatures 1 -1", "'-1' is not allowed; input should be greater"),
+        ("--engine-args [1]", "input should be an object"),
+        ("--engine-args {", "invalid JSON:"),
         ("--output=", "the name is empty"),
-        ("--draft=", "'' is not allowed; use the name of an existing folder or file"),
         ("--draft /nowhere", "'/nowhere' is not allowed; use the name of an existing folder"),
-        ("--kind hard", "invalid choice: 'hard' (choose from 'soft', 'tokens')"),
+        ("--kind hard", "'hard' is not allowed; input should be 'soft' or 'tokens'"),
     ],
 )
 def test_errors_name_value_bounds_and_option(words, message, capsys):
@@ -124,19 +118,16 @@ def test_errors_name_value_bounds_and_option(words, message, capsys):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"seed": -1}, "seed is -1; use a whole number from 0 to 4294967295"),
-        ({"seed": True}, "seed is True; use a whole number"),
-        ({"draft": " "}, "draft is ' '; use the name of an existing folder"),
-        ({"share": 0}, "share is 0; use a number above 0 to 1"),
-        ({"kind": "hard"}, "kind is 'hard'; use one of soft, tokens"),
+        ({"seed": -1}, "seed is -1: input should be greater than or equal to 0"),
+        ({"draft": " "}, "draft is ' ': use the name of an existing folder"),
+        ({"budgets": (4, 0)}, "budgets is 0: input should be greater"),
+        ({"kind": "hard"}, "kind is 'hard': input should be 'soft' or 'tokens'"),
         ({"kind": "tokens", "rate": 1.0}, "--rate is for --kind soft"),
     ],
 )
 def test_python_callers_get_the_same_errors(values, message):
-    with pytest.raises(ValueError, match="^" + message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
         Job(model="m", output=Path("x"), **values)
-    with pytest.raises(ValueError, match=r"^budgets is 0; use a whole number from 1"):
-        Texts(budgets=(4, 0))
 
 
 def test_help_shows_each_default_once():

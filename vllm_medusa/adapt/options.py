@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from vllm_medusa.offline.options import EngineOptions, PromptFile, Samples, TreeSize
-from vllm_medusa.options import Above, AtLeastZero, Model, Number, Positive, group, option
+from vllm_medusa.options import Above, AtLeastZero, Model, Positive, group, option
 from vllm_medusa.training.options import (
     CacheOptions,
     HeadOptions,
@@ -42,7 +44,7 @@ class AdaptOptions(EngineOptions, PromptFile):
     samples: Samples = option("texts per prompt", default=1)
     max_tokens: Positive = option("max tokens per answer", default=512)
     temperature: AtLeastZero = option("sampling, also in the final measurement", default=0.7)
-    heldout_share: Annotated[float, Number(float, 0, 0.5, above=True)] = option(
+    heldout_share: Annotated[float, Field(gt=0, le=0.5)] = option(
         "share of prompts held out: half to calibrate, half to measure",
         default=0.1,
         shown="0.1, at least 8 prompts",

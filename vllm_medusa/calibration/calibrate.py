@@ -17,9 +17,11 @@ from vllm_medusa.calibration.observations import EAGLE, FILE, NO_LABEL, Observat
 from vllm_medusa.calibration.options import CalibrateOptions
 from vllm_medusa.calibration.walks import Ranks, Walks, walked_tree
 from vllm_medusa.files import Run
-from vllm_medusa.heads import MedusaHeads, match_target, peek_heads, update_config
+from vllm_medusa.heads.checkpoint import peek_heads, update_config
 from vllm_medusa.heads.eagle import drafter_method
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
+from vllm_medusa.heads.fingerprint import match_target
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import Record

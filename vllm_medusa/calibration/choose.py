@@ -14,7 +14,7 @@ from vllm_medusa.calibration.calibrate import check_folder
 from vllm_medusa.calibration.observations import FILE, Observations
 from vllm_medusa.calibration.options import TreeOptions
 from vllm_medusa.calibration.walks import Walks, walk_taus, walked_tree
-from vllm_medusa.heads import update_config
+from vllm_medusa.heads.checkpoint import update_config
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress

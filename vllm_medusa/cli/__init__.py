@@ -10,32 +10,22 @@ from difflib import get_close_matches
 from typing import Any, get_type_hints
 
 import vllm_medusa
-from vllm_medusa.cli import (
-    adapt,
-    calibrate,
-    compare,
-    convert,
-    generate,
-    inspect,
-    serve,
-    train,
-)
+from vllm_medusa.cli import calibrate, checkpoints, compare, generate, serve, train
 from vllm_medusa.cli.console import ConsoleProgress, run_job
 from vllm_medusa.cli.hub import find_models
-from vllm_medusa.flags import Parser, add_flags, from_flags
-from vllm_medusa.options import Options
+from vllm_medusa.options import Options, Parser, add_flags, from_flags
 
 COMMANDS: dict[str, tuple[Callable[[Any, ConsoleProgress], int], str]] = {
     # name -> function that returns the exit status; help, and after a line "---" the epilog
     "generate": (generate.run, generate.GENERATE),
-    "adapt": (adapt.run, adapt.TEXT),
+    "adapt": (compare.run_adapt, compare.ADAPT),
     "distill": (generate.run_distill, generate.DISTILL),
     "train": (train.run, train.TEXT),
     "calibrate": (calibrate.run, calibrate.CALIBRATE),
     "tree": (calibrate.run_tree, calibrate.TREE),
-    "convert": (convert.run, convert.TEXT),
-    "inspect": (inspect.run, inspect.TEXT),
-    "compare": (compare.run, compare.TEXT),
+    "convert": (checkpoints.run_convert, checkpoints.CONVERT),
+    "inspect": (checkpoints.run_inspect, checkpoints.INSPECT),
+    "compare": (compare.run, compare.COMPARE),
 }
 _RESUMABLE = ("generate", "distill", "train", "calibrate", "adapt")
 

@@ -1,48 +1,58 @@
-"""`vllm-medusa compare`: heads against plain vLLM for several tree sizes."""
+"""`vllm-medusa compare` and `adapt`: heads against plain vLLM, and made and measured as one job."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from rich.table import Table
-
-from vllm_medusa.cli.console import ConsoleProgress, figures, invocation, stdout_console
+from vllm_medusa.adapt.options import AdaptOptions
+from vllm_medusa.cli.console import ConsoleProgress, invocation, stdout_console
 from vllm_medusa.offline.options import CompareOptions
 
-TEXT = """\
+COMPARE = """\
 Compare vLLM with heads to plain vLLM: both run the same prompts, in turn, once for each size of the
 heads' tree and once with dynamic trees ("automatic"). Reported are whether all tokens agree, the
 tokens per verification step (tau) and the throughput ratio. The exit status is 1 if a token differs
 in float32.
 ---
-If the prompts are records of `distill`, the tokens before the first generated span are used. Each
-distinct prompt is used once, and every request has its own seed.
-
-A tree lists the best nodes first, so its first N nodes are the tree of that budget. Both engines
+Records of `distill` are prompts too: the tokens before the first generated span. Both engines
 alternate, so a ratio is meaningful even on a busy machine; tokens per second are not."""
+
+ADAPT = """\
+Make heads for a target, from prompts that resemble its workload: the target generates texts for
+the prompts (distill), heads are trained on them (train), their accuracy is measured on held-out
+texts (calibrate), the best tree for them is built (tree), and vLLM with these heads is compared
+with plain vLLM on prompts not used before (compare). The fastest tree size is saved with them.
+---
+Each stage is also a separate command; results and logs are in the work folder. If interrupted, the
+same command resumes; with other options, only the affected stages run again. The output has the
+heads (as vLLM reads them), report.md with a plot of the training, and report.json."""
 
 
 def run(options: CompareOptions, progress: ConsoleProgress) -> int:
     """Compare, and print the figures; 1 if a token differs in float32."""
-    from vllm_medusa.offline.comparison import compare, conclusion, passed, setting
+    from vllm_medusa.offline.comparison import compare, conclusion, markdown, passed, setting
 
     document = compare(options, progress, invocation())
     console = stdout_console()
     console.print(setting(document), soft_wrap=True)
-    console.print(table(document))
+    print("\n".join(markdown(document)))
     console.print(conclusion(document), soft_wrap=True)
     if options.output is not None:
         console.print(f"figures in {options.output}", soft_wrap=True)
     return 0 if passed(document) else 1
 
 
-def table(document: dict[str, Any]) -> Table:
-    """Return the table for a terminal."""
-    from vllm_medusa.offline import comparison
+def run_adapt(options: AdaptOptions, progress: ConsoleProgress) -> int:
+    """Train the heads and print their measurements; returns 0, or 1 if tokens differ in float32."""
+    from vllm_medusa.adapt.pipeline import adapt
 
-    title = f"compared with plain vLLM, {document['dtype']}"
-    result = figures(*comparison.COLUMNS, title=title, title_justify="left")
-    for row in comparison.all_rows(document):
-        best = row["num_draft_tokens"] == document["fastest"]
-        result.add_row(*comparison.cells(row), style="bold" if best else "")
-    return result
+    document = adapt(options, progress, invocation())
+    if document is None:
+        progress.note(f"nothing to do; the heads are in {options.output}")
+        return 0
+    from vllm_medusa.adapt.report import conclusion
+    from vllm_medusa.offline.comparison import markdown, passed
+
+    print("\n".join(markdown(document["measured"])))
+    progress.note(conclusion(document))
+    output, work = options.output, options.work_folder
+    progress.note(f"heads and report in {output}; {work} is no longer needed")
+    return 0 if passed(document["measured"]) else 1

@@ -17,8 +17,7 @@ Generate for every prompt of a file and write one JSON line per prompt, in the o
 If killed or interrupted, the same command resumes: no line is duplicated or lost.
 ---
 Prompts: a text file (one per line), JSON lines or Parquet. A row has "prompt" (continued as it
-is), "messages" or "turns" (a conversation: the model's chat template is used if it has one,
-else the texts are joined as they are; each answer is part of the next turn's prompt).
+is), "messages" or "turns" (conversations, in the model's chat template if it has one).
 
 Results: index (position in the file, from 0), request_id, text, token_ids, finish_reason,
 stop_reason and acceptance (steps, accepted_draft_tokens, tokens_per_step, histogram); "turns" holds
@@ -26,16 +25,14 @@ each turn's answer when there are several. A prompt that can't be run has "error
 
 DISTILL = """\
 Generate training texts for heads with the target: it continues each prompt of a file one or more
-times, through vLLM. If killed or interrupted, the same command resumes; the texts equal those of an
-uninterrupted run (lines are in the order of completion).
+times, through vLLM. If killed or interrupted, the same command resumes to the same texts.
 ---
-Prompts: as for `generate`. "prompt" is continued as it is, "messages" and "turns" are rendered
-in the target's chat template.
+Prompts: as for `generate`.
 
 Records: index, request_id, group, token_ids, generated ([start, end) of what the target wrote),
 temperature, seed, finish_reason and text. A conversation is one record with a span for each
-answer, or several records if the template or the tokenizer renders an answer differently than it
-was generated. Records of one prompt share a group, which splits keep together."""
+answer, or several if an answer is tokenized differently in the next prompt than it was generated.
+Records of one prompt share a group, which splits keep together."""
 
 
 def run(options: GenerateOptions, progress: ConsoleProgress) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vllm_medusa.job import Progress
-from vllm_medusa.options import Options, Place, described
+from vllm_medusa.options import Model, Options, Source, described
 
 _SECONDS = 10.0  # timeout of hub requests
 
@@ -17,7 +17,7 @@ def find_models(options: Options, progress: Progress) -> None:
     """
     for each in described(type(options)):
         name = getattr(options, each.name)
-        if isinstance(each.bounds, Place) and name and not Path(name).expanduser().exists():
+        if each.item in (Model, Source) and name and not Path(name).expanduser().exists():
             _find(str(name), progress)
 
 

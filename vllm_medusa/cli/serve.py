@@ -20,7 +20,7 @@ def run(arguments: Sequence[str]) -> int:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_medusa.config import MedusaConfigError
-    from vllm_medusa.heads import HeadsError
+    from vllm_medusa.heads.model import HeadsError
     from vllm_medusa.tree import TreeError
 
     set_up_command_line()

@@ -13,7 +13,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from vllm_medusa.heads.checkpoint import FLOATS, HeadsInfo, vllm_config
@@ -102,9 +101,7 @@ def write_heads(to: str, info: HeadsInfo, target: CheckpointFiles | None) -> Out
         whose = "the one" if info.num_lm_heads else "the target's"
         notes.append(f"each head has a copy of {whose} LM head, which they share")
     elif rule == "none" and info.num_lm_heads:
-        _require_copies(info, tensors, target)
-        tensors = {slot: t for slot, t in tensors.items() if slot.part != "lm_head"}
-        notes.append("the stored LM heads equal the target's: omitted")
+        raise HeadsError(f"{label} stores LM heads, which {to} does not. Use another format")
     if to == "vllm":
         notes += _for_stock_vllm(info, tensors)
     vocab = info.vocab_size
@@ -131,28 +128,6 @@ def write_heads(to: str, info: HeadsInfo, target: CheckpointFiles | None) -> Out
     config["medusa"] = info.medusa
     names = {name_of(slot, form.spelling, info.num_layers): t for slot, t in tensors.items()}
     return Output(form.file, names, config, notes)
-
-
-def _require_copies(
-    info: HeadsInfo, tensors: dict[Slot, Tensor], target: CheckpointFiles | None
-) -> None:
-    """Raise unless the stored LM heads equal the target's, bit for bit, and there are layers."""
-    against = "pass --target to compare"
-    if target is not None:
-        against = f"they are not bitwise equal to those of {target.label} in values and dtype"
-        rows = _target_rows(info, target)
-        stored = [t for slot, t in tensors.items() if slot.part == "lm_head"]
-        if info.num_layers and all(
-            (t.dtype, t.shape) == (rows.dtype, rows.shape)
-            and torch.equal(t.contiguous().view(torch.uint8), rows.view(torch.uint8))
-            for t in stored
-        ):
-            return
-    raise HeadsError(
-        f"{info.files.label} stores its own LM heads, which this format does not support: they "
-        f"can only be omitted if they are copies of the target's ({against}) next to "
-        "residual layers. Use another format"
-    )
 
 
 def _for_stock_vllm(info: HeadsInfo, tensors: dict[Slot, Tensor]) -> list[str]:

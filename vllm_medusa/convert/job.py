@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from vllm_medusa.convert.eagle import DRAFTER_FORMATS, write_drafter
 from vllm_medusa.convert.heads import FORMATS, write_heads
@@ -96,7 +95,11 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
             "it alone."
         )
     with new_folder(output, overwrite=options.overwrite) as part:
-        _write(made.tensors, part / made.file)
+        with new_path(part / made.file) as path:  # with default permissions
+            if made.file.endswith(".safetensors"):
+                save_file({n: t.clone() for n, t in made.tensors.items()}, path, {"format": "pt"})
+            else:  # copies of one tensor are stored once
+                torch.save(made.tensors, path)
         size = (part / made.file).stat().st_size
         (part / "config.json").write_text(text, encoding="utf-8")
     return Conversion(info, output / made.file, size, made.notes, warnings)
@@ -118,38 +121,10 @@ def _check_output(options: ConvertOptions) -> None:
     if not options.overwrite:
         raise HeadsError(f"{path} exists: choose another output, or pass --overwrite to replace it")
     if not path.is_dir() or path.is_symlink():
-        raise HeadsError(
-            f"{path} is not a folder, and --overwrite only replaces such folders: choose another "
-            "output"
-        )
+        raise HeadsError(f"{path} is not a folder: choose another output")
     refuse_strangers(path, ("config.json", *_WEIGHTS))
     entries = sorted(path.iterdir())
-    weights = [entry for entry in entries if entry.name in _WEIGHTS]
-    for file in weights or entries:
-        try:
-            alone = drafter_method(path) is not None or not peek_heads(file).includes_base
-        except HeadsError:
-            alone = False
-        if not alone:
-            raise HeadsError(
-                f"{file} has contents other than heads, and --overwrite replaces nothing "
-                "else: choose another output, or move it away"
-            )
-
-
-def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors with default permissions; in pickles, copies are stored once."""
-    pickled = path.suffix != ".safetensors"
-    own: dict[object, Tensor] = {}
-    kept = {}
-    for name, tensor in tensors.items():
-        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        key = same if pickled else name
-        if key not in own:  # without the memory behind a view
-            own[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
-        kept[name] = own[key]
-    with new_path(path) as part:
-        if pickled:
-            torch.save(kept, part)
-        else:
-            save_file(kept, part, {"format": "pt"})
+    if drafter_method(path) is None:
+        for file in [entry for entry in entries if entry.name in _WEIGHTS] or entries:
+            if peek_heads(file).includes_base:  # and raises for other contents
+                raise HeadsError(f"{file} also holds a model: choose another output, or move it")

@@ -6,9 +6,7 @@ A source is a folder, a file, or a hub name. Headers (safetensors) or memory map
 
 from __future__ import annotations
 
-import hashlib
 import math
-import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -127,15 +125,8 @@ def is_drafter(files: CheckpointFiles) -> bool:
 
 
 def digest_heads(files: CheckpointFiles) -> str:
-    """Digest names, sizes and both ends of the weight files; ``config.json`` may change.
-
-    It ties a measurement to the measured heads.
-    """
-    paths = sorted(set(files.files.values()))  # the target's may be partly absent
-    ends = [plain_files.ends_of(path) if path.is_file() else b"" for path in paths]
-    return hashlib.sha256(
-        "".join(hashlib.sha256(end).hexdigest() for end in ends).encode()
-    ).hexdigest()
+    """A digest that ties a measurement to the measured heads; ``config.json`` may change."""
+    return plain_files.digest_ends(sorted(set(files.files.values())))
 
 
 def find_checkpoint(source: str | Path, revision: str | None = None) -> CheckpointFiles:
@@ -291,15 +282,10 @@ def _load_pickle(path: Path) -> Mapping[str, Tensor]:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # invalid pickles raise anything
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if isinstance(error, pickle.UnpicklingError):  # torch's message suggests running the code
-            reason = "torch's safe loader refuses it"
-        elif not path.stat().st_size:
-            reason = "it is empty"
+    except Exception as error:  # invalid pickles raise anything; torch suggests running their code
         raise HeadsError(
-            f"{path} is not a file of plain tensors ({reason}). Other pickles are unsafe: they may "
-            "run code. Convert it to safetensors at its source"
+            f"{path} is not a file of plain tensors ({type(error).__name__}). Other pickles are "
+            "unsafe: they may run code. Convert it to safetensors at its source"
         ) from error
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()

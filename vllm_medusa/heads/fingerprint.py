@@ -37,11 +37,6 @@ _IN_LAYER = re.compile(r"(?:^|\.)(\d+\..+)")
 _BUFFERS = r"(?:^|\.)(?:inv_freq|masked_bias|position_ids|rotary_emb\..*)$"
 _EXPERTS = r"\.\d+\.(?:.*\.)?(?:[4-9]|\d\d+)\."  # except the first four of a layer
 _LEFT_OUT = re.compile(f"{_BUFFERS}|{_EXPERTS}")
-_SIZES = (
-    ("num_layers", "number of layers"),
-    ("hidden_size", "hidden size"),
-    ("vocab_size", "vocabulary size"),
-)
 
 
 def target_fingerprint(source: str | Path) -> dict[str, Any]:
@@ -103,14 +98,7 @@ def match_target(
         return TargetMatch("unknown", f"{name} were not compared with {target}: {error}.")
     if found["sha256"] == stored["sha256"]:
         return TargetMatch("same", f"{name} were made for exactly these weights.")
-    reason = (
-        "its weights have other values: another version, a fine-tune, or a conversion to another "
-        "dtype"
-    )
-    sizes = [(word, stored.get(key), found[key]) for key, word in _SIZES]
-    if other := [each for each in sizes if each[1] != each[2] and None not in each]:
-        reason = "that one has {} {}, this one {}".format(*other[0])
-    elif stored.get("quantization") != found["quantization"]:
+    if stored.get("quantization") != found["quantization"]:
         return TargetMatch(
             "unknown",
             f"{name} were made for weights quantized by {stored.get('quantization')}; those of "
@@ -119,9 +107,10 @@ def match_target(
         )
     return TargetMatch(
         "different",
-        f"{name} were made for another target than {target} ({reason}). The output is correct, but "
-        "few draft tokens will be accepted: use the target they were trained on, or train heads "
-        "for this one.",
+        f"{name} were made for another target than {target} (its weights have other values: "
+        "another model, version or fine-tune, or a conversion to another dtype). The output is "
+        "correct, but few draft tokens will be accepted: use the target they were "
+        "trained on, or train heads for this one.",
     )
 
 

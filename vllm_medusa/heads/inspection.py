@@ -104,14 +104,13 @@ def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:
 def _scan(info: HeadsInfo, progress: Progress | None) -> list[str]:
     """Read every tensor once; returns the damage found: NaN or infinity, duplicate tokens."""
     damage: list[str] = []
-    slots = {name: slot for slot, name in info.names.items()}
     total, done = sum(spec.bytes for spec in info.specs.values()), 0
-    for name, tensor in info.files.tensors(slots):
+    for name, tensor in info.files.tensors(info.names.values()):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             damage.append(f"{name!r} holds NaN or infinity: the training diverged")
-        if slots[name] == TOKEN_MAP and tensor.unique().numel() != tensor.numel():
+        if name == info.names.get(TOKEN_MAP) and tensor.unique().numel() != tensor.numel():
             damage.append(f"{name!r} has a duplicate token")
-        done += info.specs[slots[name]].bytes
+        done += tensor.nbytes
         if progress is not None:
             progress(done, total)
     return damage

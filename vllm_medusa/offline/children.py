@@ -6,17 +6,16 @@ A subprocess frees all its memory when it ends, also on a GPU, and isolates cras
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
-import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from vllm_medusa.job import SILENT, JobFailed, Progress
 
@@ -30,6 +29,7 @@ _SHOWN_LINES = 25
 _SHOWN_BYTES = 1 << 14
 _STOP_SECONDS = 60
 _KINDS: tuple[type[Exception], ...] = (ValueError, OSError, JobFailed)
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 class Child:
@@ -39,22 +39,13 @@ class Child:
     killed, the kernel kills the child (on Linux).
     """
 
-    def __init__(self, name: str, body: Callable[[Channel], None], log: IO[bytes]):
-        """Start it: ``body`` is a module-level function, ``log`` receives the process's output."""
+    def __init__(self, name: str, body: Callable[[Channel], None], log: Path):
+        """Start it: ``body`` is a module-level function; its output is appended to ``log``."""
         self._name, self._log = name, log
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
-        self.channel: Channel = Connection(ours.detach())
-        self.channel.send(sys.path)  # first, because later messages are imported from there
-        self.channel.send(body)
+        self.channel, theirs = _SPAWN.Pipe()
+        self.process = _SPAWN.Process(target=_main, args=(body, theirs, log, os.getpid()))
+        self.process.start()
+        theirs.close()
 
     def receive(self) -> tuple[str, Any]:
         """Return the next message of the process: a pair of a word and a value.
@@ -65,28 +56,30 @@ class Child:
         try:
             kind, value = self.channel.recv()
         except (EOFError, ConnectionResetError):
-            status = self.process.wait(_STOP_SECONDS)
-            if status == _INTERRUPTED:
+            self.process.join(_STOP_SECONDS)
+            if self.process.exitcode == _INTERRUPTED:
                 raise KeyboardInterrupt from None
-            kind, value = _FAILED, f"ended with status {status}"
+            kind, value = _FAILED, f"ended with status {self.process.exitcode}"
         if kind == ERROR:
             raise value
         if kind == _FAILED:
-            log = end_of(self._log.fileno()) or "(nothing)"
-            raise JobFailed(f"{self._name} {value}; the end of its log:\n{log}")
+            raise JobFailed(f"{self._name} {value}; the end of its log:\n{end_of(self._log)}")
         return kind, value
 
     def end(self, *, interrupt: bool = False) -> None:
         """Stop it by closing its channel or by SIGINT, wait, and kill it if needed."""
         self.channel.close()
+        pid = self.process.pid
+        assert pid is not None
         if interrupt:
             with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C
-            self.process.wait(_STOP_SECONDS)
+                os.killpg(pid, signal.SIGINT)
+        with suppress(KeyboardInterrupt):  # a second Ctrl-C
+            self.process.join(_STOP_SECONDS)
+        self.process.kill()
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            os.killpg(pid, signal.SIGKILL)
+        self.process.join()
 
     def __enter__(self) -> Child:
         return self
@@ -109,7 +102,7 @@ def run_in_process(
         KeyboardInterrupt: in either process; the job has been interrupted and has ended.
 
     """
-    with log.open("a+b") as file, Child("the job", _run, file) as child:
+    with Child("the job", _run, log) as child:
         child.channel.send((job, options, more))
         while (message := child.receive())[0] != "result":
             getattr(progress, message[0])(*message[1])
@@ -117,11 +110,12 @@ def run_in_process(
         return result
 
 
-def end_of(log: int) -> str:
-    """The last lines of an open file."""
-    size = os.fstat(log).st_size
-    end = os.pread(log, _SHOWN_BYTES, max(0, size - _SHOWN_BYTES))
-    return "\n".join(end.decode(errors="replace").splitlines()[-_SHOWN_LINES:])
+def end_of(log: Path) -> str:
+    """The last lines of a file."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _SHOWN_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-_SHOWN_LINES:]) or "(nothing)"
 
 
 class _Sent(Progress):
@@ -161,30 +155,22 @@ def _run(channel: Channel) -> None:
     channel.send(message)
 
 
-def _die_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends (Linux); called in the child."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _main(descriptor: str, parent: str) -> None:
-    """Run the received body; ends the process."""
-    _die_with(int(parent))
+def _main(body: Callable[[Channel], None], channel: Channel, log: Path, parent: int) -> None:
+    """Run the body in the child."""
+    if sys.platform == "linux":  # the kernel ends this process when its parent ends
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.setpgrp()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
-    channel: Channel = Connection(int(descriptor))
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     try:
-        sys.path[:] = channel.recv()
-        channel.recv()(channel)
+        body(channel)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     except Exception as error:
         traceback.print_exc()  # first, because the reader of the failure interrupts this process
         channel.send((_FAILED, f"failed: {type(error).__name__}: {error}"))
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

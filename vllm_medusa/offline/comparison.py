@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_medusa.config import OWN_TREE, EagleConfig, resolve_tree
 from vllm_medusa.files import refuse_to_replace, write_json
-from vllm_medusa.heads import peek_heads
+from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress, plural
 from vllm_medusa.offline.defaults import measure, plan_engine, read_limits
@@ -23,7 +23,6 @@ from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
 
 AUTOMATIC = "automatic"  # dynamic trees of automatic size
-COLUMNS = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical")
 _MIN_PROMPTS = 6  # min prompts to measure on
 
 
@@ -126,8 +125,7 @@ def speculation(options: CompareOptions) -> dict[int | None, dict[str, Any]]:
     """The ``speculative_config`` of each possible budget, ascending; None: automatic."""
     config = medusa_config(options.heads, options.speculative_config)
     if config["method"] != "medusa":  # the drafter builds its trees itself
-        own = {name: value for name, value in config.items() if name != "method"}
-        maximum, size = EagleConfig.from_speculative_config(own).grown.num_draft_tokens, "budget"
+        maximum, size = EagleConfig.from_speculative_config(config).grown.num_draft_tokens, "budget"
         static = config
     else:
         info, wanted = peek_heads(options.heads), config.pop("tree", None)
@@ -183,62 +181,55 @@ def setting(document: dict[str, Any]) -> str:
     prompts, rounds = plural(document["prompts"], "prompt"), plural(document["rounds"], "round")
     return (
         f"{prompts} of {document['data']}, up to {document['max_tokens']} new tokens each, {mode}, "
-        f"batch {document['batch']}; {rounds}, plain vLLM and vLLM with the heads alternating; "
-        f"{format_machine(document['machine'])}."
+        f"batch {document['batch']}, {document['dtype']}; {rounds}, plain vLLM and vLLM with the "
+        f"heads alternating; {format_machine(document['machine'])}."
     )
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """A row's figures, in the order of `COLUMNS`."""
-    budget = row["num_draft_tokens"]
-    same = row["requests"] - row["differing_requests"]
-    return [
-        AUTOMATIC if budget is None else str(budget),
-        "-" if row["tau"] is None else f"{row['tau']:.2f}",
-        f"{row['plain_steps']} -> {row['steps']}",
-        f"{row['ratio']:.2f}x",
-        f"{min(row['ratios']):.2f}-{max(row['ratios']):.2f}",
-        f"{same}/{row['requests']}",
-    ]
-
-
 def markdown(document: dict[str, Any]) -> list[str]:
-    """The rows as lines of Markdown."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    """The rows as lines of Markdown; the fastest is bold."""
+    columns = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical")
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for row in all_rows(document):
-        mark = "**" if row["num_draft_tokens"] == document["fastest"] else ""
-        lines.append(f"| {' | '.join(f'{mark}{value}{mark}' for value in cells(row))} |")
+        budget, mark = row["num_draft_tokens"], ""
+        if budget == document["fastest"]:
+            mark = "**"
+        cells = (
+            AUTOMATIC if budget is None else str(budget),
+            "-" if row["tau"] is None else f"{row['tau']:.2f}",
+            f"{row['plain_steps']} -> {row['steps']}",
+            f"{row['ratio']:.2f}x",
+            f"{min(row['ratios']):.2f}-{max(row['ratios']):.2f}",
+            f"{row['requests'] - row['differing_requests']}/{row['requests']}",
+        )
+        lines.append(f"| {' | '.join(f'{mark}{cell}{mark}' for cell in cells)} |")
     return lines
 
 
 def conclusion(document: dict[str, Any]) -> str:
     """Summarize token equality and the fastest budget, if any is faster."""
-    rows = all_rows(document)
-    different = sum(row["differing_requests"] for row in rows)
-    requests = sum(row["requests"] for row in rows)
-    if not different:
-        said = [f"All tokens of {requests} requests equal plain vLLM's."]
-    else:
-        first = next(d for row in rows for d in row["differences"])
-        said = [
-            f"{different} of {requests} requests differ from plain vLLM's, the first "
-            f"({first['request_id']}) at token {first['position']}.",
+    rows, dtype = all_rows(document), document["dtype"]
+    different, requests = (sum(row[n] for row in rows) for n in ("differing_requests", "requests"))
+    said = [f"All tokens of {requests} requests equal plain vLLM's."]
+    if different:
+        said = [f"{different} of {requests} requests differ from plain vLLM's."]
+        said.append(
             "This must not happen in float32: please report it."
-            if document["dtype"] == "float32"
-            else f"In {document['dtype']} the rounding of a product depends on the number of "
-            "its rows, in plain vLLM too, so near-ties may be resolved differently.",
-        ]
+            if dtype == "float32"
+            else f"In {dtype} rounding depends on the number of rows, in plain vLLM too, so "
+            "near-ties may be resolved differently."
+        )
     best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
-    size = plural(best["num_draft_tokens"], "draft node")
+    size, ratio = plural(best["num_draft_tokens"], "draft node"), f"{best['ratio']:.2f}"
     if best["ratio"] > 1:
-        said.append(f"Fastest on this machine: {size}, {best['ratio']:.2f} times plain vLLM.")
+        said.append(f"Fastest on this machine: {size}, {ratio} times plain vLLM.")
         if min(best["ratios"]) <= 1:
             said.append("Not every round was faster, so the gain is within the noise.")
     else:
         said.append(
-            f"No tree is faster than plain vLLM on this machine: the best, {size}, reaches "
-            f"{best['ratio']:.2f} times its throughput. Heads help if a step's time is spent "
-            "loading weights: with larger targets, smaller batches, or more cores."
+            f"No tree is faster than plain vLLM on this machine: the best, {size}, reaches {ratio} "
+            "times its throughput. Heads help if a step's time is spent loading weights: with "
+            "larger targets, smaller batches, or more cores."
         )
     automatic = document[AUTOMATIC]["ratio"]
     said.append(f"With automatic trees it is {automatic:.2f} times plain vLLM.")

@@ -8,16 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.files import digest
+from vllm_medusa.files import digest, fingerprint
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.offline.acceptance import Acceptance
-from vllm_medusa.offline.batch import Conversation, Result, Session
+from vllm_medusa.offline.batch import Acceptance, Conversation, Result, Session
 from vllm_medusa.offline.defaults import CHANGE_MODEL, measure, read_limits
 from vllm_medusa.offline.engine import Sampling, start_seconds, without_memory
 from vllm_medusa.offline.options import GenerateOptions, PromptJob
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
-from vllm_medusa.offline.results import ResultLog, fingerprint
+from vllm_medusa.offline.results import ResultLog
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Protocol
 
-from vllm_medusa.offline.acceptance import Acceptance
-from vllm_medusa.offline.batch import Result
+from vllm_medusa.offline.batch import Acceptance, Result
 from vllm_medusa.offline.prompts import Prompt
 
 _SHOWN_DIFFERENCES = 5

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from vllm_medusa.offline.engine import Sampling, medusa_config
 from vllm_medusa.options import (
     Above,
     AtLeastZero,
     Dtype,
     Model,
-    Number,
     Options,
     Positive,
     Seed,
@@ -22,8 +23,8 @@ from vllm_medusa.options import (
 )
 from vllm_medusa.tree.topology import MAX_NODES
 
-TreeSize = Annotated[int, Number(int, 1, MAX_NODES - 1)]  # draft nodes
-Samples = Annotated[int, Number(int, 1, 10_000)]
+TreeSize = Annotated[int, Field(ge=1, lt=MAX_NODES)]  # draft nodes
+Samples = Annotated[int, Field(ge=1, le=10_000)]
 OnBadLine = Literal["refuse", "skip"]
 
 
@@ -86,7 +87,7 @@ def check_speculation(config: Mapping[str, Any]) -> None:
         medusa = MedusaConfig.from_speculative_config(config)
         resolve_tree(medusa.tree, max_draft_tokens=medusa.num_speculative_tokens)
     elif "tree" in config:
-        EagleConfig.from_speculative_config({k: v for k, v in config.items() if k != "method"})
+        EagleConfig.from_speculative_config(config)
 
 
 class PromptJob(EngineOptions, Speculation, PromptFile):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm_medusa.offline.batch import Conversation, Result, Session
@@ -31,8 +32,8 @@ class EngineProcess:
         """
         self.sampling = sampling  # of later runs; may be replaced
         self.session: Callable[[Prompt], Session] = Conversation  # session type; may be replaced
-        self._log = tempfile.TemporaryFile(prefix="vllm-medusa-")  # noqa: SIM115
-        self._child = Child("an engine", serve, self._log)
+        self._log = tempfile.NamedTemporaryFile(prefix="vllm-medusa-")  # noqa: SIM115
+        self._child = Child("an engine", serve, Path(self._log.name))
         self._child.channel.send((arguments, sampling, seeded and sampling.temperature > 0))
         try:
             _, dtype = self._child.receive()

@@ -85,15 +85,7 @@ class Record:
 
     def to_row(self) -> dict[str, Any]:
         """A JSON object that `load_records` reads back as the same record, except ``line``."""
-        row = {
-            "index": self.index,
-            "request_id": self.request_id,
-            "token_ids": self.token_ids,
-            "generated": self.generated,
-            "temperature": self.temperature,
-        }
-        more = {"top_p": self.top_p, "top_k": self.top_k, "group": self.group}
-        return row | {key: value for key, value in more.items() if value is not None}
+        return {k: v for k, v in vars(self).items() if k != "line" and v is not None}
 
 
 def key_of(token_ids: Sequence[int], prompt_length: int) -> str:

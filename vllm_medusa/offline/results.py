@@ -8,34 +8,13 @@ complete line.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.files import FileRefused, Run, ends_of, require_parent
-
-_CHECKPOINT_SUFFIXES = (".safetensors", ".bin", ".pt", ".json")
-
-
-def fingerprint(checkpoint: Path) -> str:
-    """A digest that identifies checkpoints (folder or file) without reading gigabytes.
-
-    It covers names, sizes and both ends of every file.
-    """
-    files = sorted(checkpoint.iterdir()) if checkpoint.is_dir() else [checkpoint]
-    digest = hashlib.sha256()
-    for path in files:
-        if path.is_file() and path.suffix in _CHECKPOINT_SUFFIXES:
-            digest.update(ends_of(path))
-    return digest.hexdigest()
-
-
-def run_folder(output: Path) -> Path:
-    """The folder with the settings of a results file."""
-    return output.with_name(output.name + ".run")
+from vllm_medusa.files import FileRefused, Run, require_parent
 
 
 class ResultLog:
@@ -67,7 +46,7 @@ class ResultLog:
         require_parent(path)
         if path.exists() and not path.is_file():
             raise FileRefused(f"{path}: not a regular file, so it can't be resumed. Use another.")
-        folder = run_folder(path)
+        folder = path.with_name(f"{path.name}.run")
         if path.exists() and path.stat().st_size and not (folder / "run.json").exists():
             raise FileRefused(
                 f"{path} was not written by this command (there is no "

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vllm_medusa.files import fingerprint
 from vllm_medusa.heads.checkpoint import provenance_of, save_drafter, save_heads
 from vllm_medusa.heads.eagle_model import EagleDrafter, choose_layers
 from vllm_medusa.heads.files import find_checkpoint
@@ -17,7 +18,6 @@ from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.machine import fast_bfloat16
 from vllm_medusa.offline.records import digest_of
-from vllm_medusa.offline.results import fingerprint
 from vllm_medusa.training import eagle3, medusa1
 from vllm_medusa.training.draft_vocab import (
     LARGEST,

@@ -9,13 +9,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from vllm_medusa.options import (
     Above,
     AtLeastZero,
     Dtype,
     FromZero,
     Model,
-    Number,
     Options,
     Positive,
     Seed,
@@ -25,7 +26,7 @@ from vllm_medusa.options import (
     option,
 )
 
-BelowOne = Annotated[float, Number(float, 0, 1, below=True)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 WARMUP_STEPS, JOINT_WARMUP_STEPS = 50, 20
 
 
@@ -210,7 +211,7 @@ class JointOptions(Options):
         default=0.05,
         metavar="NATS",
     )
-    max_perplexity_ratio: Annotated[float, Number(float, 1)] = option(
+    max_perplexity_ratio: Annotated[float, Field(ge=1)] = option(
         "max perplexity ratio after / before, likewise", default=1.05, metavar="X"
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.logger import init_logger
 
 from vllm_medusa.config import MedusaConfigError
-from vllm_medusa.heads import Linear
+from vllm_medusa.heads.packed import Linear
 
 logger = init_logger("vllm.medusa")  # a child of vLLM's logger, to use its handlers
 

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 
 from vllm_medusa.config import MedusaConfigError
-from vllm_medusa.heads import HydraHeads, MedusaHeads, PackedHeads, PackedHydra, load_heads
+from vllm_medusa.heads.checkpoint import load_heads
+from vllm_medusa.heads.hydra import HydraHeads, PackedHydra
+from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.heads.packed import PackedHeads
 from vllm_medusa.noise import LevelNoise, Noise, Stream
 from vllm_medusa.proposer.build import build_tree, fill_tree
 from vllm_medusa.proposer.choices import Choices, read_choices, read_choices_sharded

@@ -19,8 +19,9 @@ from vllm.config import SpeculativeConfig
 from vllm.config.utils import config as config_class
 
 from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, resolve_tree
-from vllm_medusa.heads import HeadsError, HeadsInfo, match_target, peek_heads
-from vllm_medusa.heads.checkpoint import require_fit
+from vllm_medusa.heads.checkpoint import HeadsInfo, peek_heads, require_fit
+from vllm_medusa.heads.fingerprint import match_target
+from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree import MAX_NODES, TokenTree
 from vllm_medusa.tree.dynamic import BEAM_WIDTH, MOST_DRAFTS, Beam, DynamicTree, widest_pool

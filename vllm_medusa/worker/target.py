@@ -12,8 +12,8 @@ from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.heads.formats import is_head_tensor
+from vllm_medusa.heads.model import MedusaHeads
 
 _CHANNELS = 64  # channels of the LM head per chunk
 

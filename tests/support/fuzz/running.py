@@ -27,7 +27,7 @@ from support.lora import RANK, save_adapter
 from support.models import HIDDEN, save_model, save_random_heads
 from support.planted import planted_by_seed
 from support.runner import async_scheduling
-from vllm_medusa.heads import save_heads
+from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.worker import practice
 from vllm_medusa.worker.v1.history import install_moves
 

@@ -15,7 +15,8 @@ from vllm_medusa.adapt.pipeline import split_texts, stages_of
 from vllm_medusa.adapt.plan import Plan, written_by_adapt
 from vllm_medusa.adapt.stages import WorkFolder
 from vllm_medusa.files import digest, read_json, write_json
-from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
+from vllm_medusa.heads.checkpoint import peek_heads, save_heads, update_config
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import JobFailed
 from vllm_medusa.offline.defaults import EnginePlan
 from vllm_medusa.training.options import StepOptions, TextFiles

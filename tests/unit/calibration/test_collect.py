@@ -8,7 +8,8 @@ from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.collect import FOLDER, collect, find_spans
 from vllm_medusa.calibration.observations import MISSED, NO_LABEL
 from vllm_medusa.files import Run, aside
-from vllm_medusa.heads import HydraHeads, MedusaHeads
+from vllm_medusa.heads.hydra import HydraHeads
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import Progress
 from vllm_medusa.training.rows import IGNORED, Texts
 

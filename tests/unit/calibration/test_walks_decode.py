@@ -11,7 +11,7 @@ from vllm_medusa.calibration.collect import collect
 from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.decode import decode
 from vllm_medusa.files import Run
-from vllm_medusa.heads import load_heads
+from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.training.target import Target
 from vllm_medusa.tree import TokenTree
 

@@ -8,8 +8,7 @@ from support.commands import run, said
 from transformers import AutoModelForCausalLM
 
 from vllm_medusa.calibration.observations import Observations
-from vllm_medusa.heads import peek_heads
-from vllm_medusa.heads.checkpoint import update_config
+from vllm_medusa.heads.checkpoint import peek_heads, update_config
 from vllm_medusa.heads.provenance import provenance
 
 ROOM = 2048  # context length of the target

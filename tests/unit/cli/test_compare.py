@@ -9,7 +9,8 @@ from support.assets import TARGET
 from support.commands import run
 from support.fake_engine import FakeProcess
 
-from vllm_medusa.heads import MedusaHeads, save_heads
+from vllm_medusa.heads.checkpoint import save_heads
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import SILENT
 from vllm_medusa.offline import comparison
 from vllm_medusa.offline.defaults import TargetSizes
@@ -71,9 +72,7 @@ def test_every_budget_is_measured_and_the_fastest_is_named(arguments, tmp_path, 
     said = capsys.readouterr().out
     assert "4 draft nodes, 2.00 times plain vLLM" in said
     assert "With automatic trees it is 2.50 times plain vLLM." in said
-    assert [row[0] for row in map(comparison.cells, comparison.all_rows(document))] == [
-        "2", "4", "automatic",
-    ]  # fmt: skip
+    assert "| **4** |" in said and "| automatic |" in said
     assert len(Engine.started) == 4  # plain vLLM once
 
 

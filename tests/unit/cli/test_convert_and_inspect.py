@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from support.assets import HEADS, TARGET
 from support.eagle import Eagle1, Eagle3
 
-from vllm_medusa.heads import peek_heads, target_fingerprint
+from vllm_medusa.heads.checkpoint import peek_heads
+from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.offline.comparison import speculation
 from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.offline.options import CompareOptions, Speculation
@@ -49,7 +50,7 @@ def test_inspect_describes_it_and_checks_that_it_fits(command, tmp_path):
         "parameters           986880\n",
         "12 draft nodes",
         "── 0",
-        "vllm-medusa convert",
+        "provenance",
         "ok fingerprint",
         f"{TARGET}: it fits\n",
     ):

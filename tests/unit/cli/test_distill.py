@@ -93,7 +93,7 @@ def test_a_conversation_is_complete_after_a_kill_between_its_lines(prompts, tmp_
         (["--turns", "2"], "--turns 2 needs --self-talk"),
         (["--conversations", "2"], "either --prompts FILE, or --conversations"),
         (["--conversations", "2", "--self-talk"], "either --prompts FILE, or --conversations"),
-        (["--seed", "-1"], "'-1' is not allowed; use a whole number from 0 to 4294967295"),
+        (["--seed", "-1"], "'-1' is not allowed; input should be greater"),
         (["--speculative-config", '{"acceptance": "typical"}'], "the target's own distribution"),
     ],
 )

@@ -142,13 +142,9 @@ def test_a_prompt_refused_by_the_engine(arguments, prompts, tmp_path, engine, ca
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("{not json", "not JSON: Expecting"),
-        ("[1]", "use a JSON object"),
+        ("{not json", "invalid JSON: key must be"),
         ({"tree": "mc_sim"}, "There is no preset or file 'mc_sim'"),
-        ({"tree": [[0], [0, 0, 1]]}, "The tree can't be used"),
-        ({"num_speculative_tokens": 256}, "use an integer from 1 to 255"),
         ({"acceptance": "exact"}, 'mode is \'exact\'; use "lossless" or "typical"'),
-        ({"budget": "never"}, "budget is 'never'; use \"auto\""),
         ({"budget": 7, "tree": "mc_sim_7b_63"}, 'a static "tree" is set too'),
     ],
 )
@@ -163,4 +159,4 @@ def test_engine_arguments_have_no_speculation(arguments, capfd):
     assert run(*arguments, "--engine-args", '{"speculative_config": {"budget": 7}}') == 2
     assert "Use --speculative-model" in said(capfd)
     assert run(*arguments, "--engine-args", "[1]") == 2
-    assert "use a JSON object" in said(capfd)
+    assert "input should be an object" in said(capfd)

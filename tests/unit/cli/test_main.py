@@ -38,7 +38,6 @@ def test_version_and_help_load_neither_torch_nor_vllm():
 def test_every_public_name_can_be_imported():
     for name in vllm_medusa.__all__:
         assert getattr(vllm_medusa, name) is not None
-    assert set(vllm_medusa.__all__) <= set(dir(vllm_medusa))
     with pytest.raises(AttributeError, match="'nothing'"):
         vllm_medusa.nothing  # noqa: B018
 

@@ -7,15 +7,10 @@ import torch
 from safetensors.torch import load_file
 from support.hydra import dense_logits, random_hydra
 
-from vllm_medusa.heads import (
-    HeadsError,
-    HydraHeads,
-    PackedHydra,
-    load_heads,
-    peek_heads,
-    save_heads,
-)
+from vllm_medusa.heads.checkpoint import load_heads, peek_heads, save_heads
+from vllm_medusa.heads.hydra import HydraHeads, PackedHydra
 from vllm_medusa.heads.inspection import inspect_heads
+from vllm_medusa.heads.model import HeadsError
 
 HIDDEN, VOCAB, K = 16, 50, 3
 
@@ -118,20 +113,12 @@ def test_the_references_file_is_read(tmp_path):
         ({"hydra_head.hydra_mlp.2.0.linear.weight": torch.ones(HIDDEN, 5)}, "has shape"),
         ({"hydra_head.hydra_lm_head.0.bias": torch.full((VOCAB,), torch.nan)}, "NaN"),
         ({"hydra_head.token_map": torch.arange(VOCAB) * 1.0}, "is float32; it must be one of int"),
-        ({"hydra_head.token_map": torch.arange(VOCAB) + 1}, "token_map' holds token id 50"),
-        ({"hydra_head.token_map": torch.arange(VOCAB) // 2}, "token_map' has a duplicate token"),
         ({"model.norm.weight": torch.ones(4)}, "unexpected 'model.norm.weight'"),
     ],
 )
 def test_unsupported_files_are_named(tmp_path, change, reason):
     with pytest.raises(HeadsError, match=reason):
         load_heads(reference(tmp_path, **change), hidden_size=HIDDEN, vocab_size=VOCAB)
-
-
-def test_another_target_is_refused(tmp_path):
-    save_heads(tmp_path, make(own=True))
-    with pytest.raises(HeadsError, match="vocabulary 50 tokens; the target has 51"):
-        load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=51)
 
 
 def test_inspection_reads_every_value(tmp_path):

@@ -93,15 +93,7 @@ CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace
         (chat.CHATML, [SYSTEM, THOUGHT], "begins with an assistant turn"),
         (chat.CHATML, [USER, {"role": "assistant", "content": " "}], "message 2 of 'messages' is"),
         (chat.CHATML, [], "messages is []: List should have at least 1 item"),
-        (chat.CHATML, [USER, {"role": "assistant"}], "messages[1].content is"),
-        (chat.CHATML, [USER, {"role": "assistant", "content": "\ud800"}], "surrogate"),
-        (
-            chat.CHATML,
-            [{"from": "narrator", "value": "x"}],
-            "[0].from is 'narrator': Input",
-        ),
-        (chat.CHATML, [{"from": "human"}], "conversations[0].value is"),
-        (chat.CHATML, [{"from": None, "value": "x"}], "conversations[0].from is None"),
+        (chat.CHATML, [{"from": "narrator", "value": "x"}], "[0].from is 'narrator': Input"),
     ],
 )
 def test_conversations_that_cannot_be_masked_are_refused(template, talk, reason):
@@ -117,7 +109,7 @@ def test_plain_text_is_trained_from_its_second_token():
     assert list(ids) == tokenizer("<s>import os\n")["input_ids"]
     assert spans == ((1, len(ids)),)
     for text, reason in (
-        ("", "it is empty"),
+        ("", "at least 1 character"),
         (3, "valid string"),
         ("<s>", "a single token"),
     ):

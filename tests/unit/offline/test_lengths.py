@@ -48,10 +48,3 @@ def test_a_conversation_is_rendered_and_each_turn_is_answered(tokenizer) -> None
     tokenizer.chat_template = None
     (plain,) = measure(tokenizer, one)
     assert plain.whole == len(tokenizer("def f():")["input_ids"])
-
-
-def test_conversations_refused_by_the_template_are_invalid(tokenizer) -> None:
-    good, bad = Prompt(0, 1, "0", text="x"), Prompt(1, 7, "1", turns=("bad",))
-    with pytest.raises(PromptError, match=r"line 7: .* refuses the conversation: no"):
-        measure(tokenizer, good, bad)
-    assert list(defaults.measure(Path("p"), [good, bad], tokenizer, None, "skip")) == [1]

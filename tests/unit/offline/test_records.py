@@ -82,19 +82,15 @@ def test_all_formats_in_one_file(tmp_path):
 
 
 BAD = [
-    (b"{", "not JSON: "),
     (b"[" * 100_000, "not JSON: "),
     (b"\xff{}", "not UTF-8 text: invalid start byte at byte 0"),
-    ([1], "a list instead of an object"),
     ({"index": 1, "error": "too long"}, "an error instead of a record: too long"),
     (
         {"prompt": "x"},
         "no key 'token_ids' or 'messages' or 'conversations' or 'text'; the",
     ),
-    ({"messages": []}, "'messages' needs the target's tokenizer"),
     ({"text": "x"}, "'text' needs the target's tokenizer"),
     ({"token_ids": [1], "text": "x"}, "no key 'generated'"),
-    (GOOD | {"token_ids": []}, "token_ids is []: List should have at least 1 item"),
     (GOOD | {"token_ids": [5, 6, "7", 8]}, "token_ids[2] is '7': Input should be a valid integer"),
     (GOOD | {"token_ids": [5, 6, 7, 9]}, "token_ids[3] is 9, outside the vocabulary (from 0 to 8)"),
     (GOOD | {"token_ids": [5, -1, 7, 8]}, "token_ids[1] is -1, outside"),
@@ -103,13 +99,9 @@ BAD = [
         GOOD | {"generated": [[1, 5]]},
         "[1, 5) is empty, overlaps the previous one or is outside",
     ),
-    (GOOD | {"generated": [[-1, 2]]}, "[-1, 2) is empty, overlaps"),
-    (GOOD | {"generated": [[2, 2]]}, "[2, 2) is empty, overlaps"),
     (GOOD | {"generated": [[0, 3], [2, 4]]}, "[2, 4) is empty, overlaps"),
-    (GOOD | {"index": -1}, "index is -1: Input should be greater than or equal to 0"),
     (GOOD | {"temperature": float("nan")}, "temperature is nan: Input should be a finite number"),
     (GOOD | {"token_ids": [5] * 7}, "7 tokens; at most 6 are allowed"),
-    (GOOD | {"request_id": "\ud800"}, "surrogate"),
 ]
 
 
@@ -176,12 +168,6 @@ def test_samples_of_a_prompt_or_records_of_a_group_are_on_one_side(tmp_path, gro
     assert split_heldout(records, 0) == (records, [])
     third = {r.index for r in split_heldout(records, 0.3)[1]}
     assert third < {r.index for r in split_heldout(records, 0.5)[1]}
-
-
-def test_texts_without_a_prompt_are_distinguished_by_content(tmp_path):
-    made = [row | {"generated": [[1, 7]]} for row in rows(20, 1)]
-    records, _ = load_records(write(tmp_path / "a.jsonl", *made))
-    assert len(split_heldout(records, 0.25)[1]) == 5
 
 
 def test_a_split_that_leaves_a_side_empty_is_refused(tmp_path):

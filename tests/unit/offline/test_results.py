@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from support.fake_engine import FakeEngine
 
-from vllm_medusa.files import FileRefused
+from vllm_medusa.files import FileRefused, fingerprint
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.prompts import Prompt
-from vllm_medusa.offline.results import ResultLog, fingerprint, run_folder
+from vllm_medusa.offline.results import ResultLog
 
 SETTINGS = {"model": "m", "sampling": {"temperature": 0.5, "stop": ("a", "b")}}
 PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt number {i} " * 20) for i in range(60)]
@@ -92,10 +92,10 @@ def test_other_settings_are_refused_and_named(tmp_path):
 def test_a_file_of_unknown_origin_is_left_unchanged(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text('{"index": 0}\n')
-    run_folder(path).mkdir()
+    path.with_name("out.jsonl.run").mkdir()
     for settings, words in ((None, "not written by this command"), ("{}", "of other settings")):
         if settings is not None:
-            (run_folder(path) / "run.json").write_text(settings)
+            (path.with_name("out.jsonl.run") / "run.json").write_text(settings)
         with pytest.raises(FileRefused, match=words):
             ResultLog(path, SETTINGS, overwrite=settings is None)
     assert path.read_text() == '{"index": 0}\n'
@@ -120,7 +120,7 @@ def test_a_job_interrupted_before_its_first_result_leaves_nothing(tmp_path):
         log.append({"index": 0})
     with pytest.raises(KeyError), ResultLog(path, SETTINGS):
         raise KeyError
-    assert lines(path) == [{"index": 0}] and run_folder(path).is_dir()
+    assert lines(path) == [{"index": 0}] and path.with_name("out.jsonl.run").is_dir()
 
 
 def test_a_full_disk_keeps_finished_results(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_medusa.heads import HydraHeads
+from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.noise import Noise, Seeds
 from vllm_medusa.proposer.build import build_tree
 from vllm_medusa.proposer.hydra import HydraBeam

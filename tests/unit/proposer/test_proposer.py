@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.proposer import propose
 from vllm_medusa.proposer.drafts import propose_tree
 from vllm_medusa.tree.batch import TreeTensors

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.proposer.topk import stable_topk
 from vllm_medusa.training.accuracy import TOP, Measurement, token_ranks
 from vllm_medusa.training.rows import IGNORED

@@ -14,7 +14,8 @@ from support.eagle import Eagle3 as Dense
 from support.eagle import features_of
 from support.models import save_model
 
-from vllm_medusa.heads import eagle_model, peek_heads
+from vllm_medusa.heads import eagle_model
+from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.heads.eagle import inspect_eagle
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape, choose_layers
 from vllm_medusa.heads.model import HeadsError

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from support.models import HIDDEN, VOCAB, save_model
 from torch import Tensor
 
-from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora, losses, medusa2
 from vllm_medusa.training.losses import head_weights

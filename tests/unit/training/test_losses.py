@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training import losses
 from vllm_medusa.training.losses import Teacher, head_losses

@@ -10,7 +10,7 @@ import torch
 from support.models import HIDDEN, VOCAB, save_model
 from torch import Tensor
 
-from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora
 from vllm_medusa.training.hidden_cache import HiddenStates

@@ -17,7 +17,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.v1.worker.cpu_worker import Worker  # this module first: it adapts V2 to the CPU
 
 from vllm_medusa.config import AcceptanceConfig
-from vllm_medusa.heads import HydraHeads, MedusaHeads, load_heads, save_heads
+from vllm_medusa.heads.checkpoint import load_heads, save_heads
+from vllm_medusa.heads.hydra import HydraHeads
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.worker import compat, drafting, sharding

@@ -13,7 +13,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_medusa.heads import MedusaHeads, save_heads
+from vllm_medusa.heads.checkpoint import save_heads
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.tree import TokenTree, load_preset
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.tree.presets import DEFAULT_TREE

@@ -11,7 +11,8 @@ import torch
 from support.random_heads import HIDDEN, VOCAB, random_heads, write
 
 from vllm_medusa.config import MedusaConfig
-from vllm_medusa.heads import target_fingerprint, update_config
+from vllm_medusa.heads.checkpoint import update_config
+from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.worker import options
 from vllm_medusa.worker.options import resolve
 

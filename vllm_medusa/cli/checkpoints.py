@@ -1,0 +1,116 @@
+"""`vllm-medusa convert` and `inspect`: checkpoints of heads and drafters."""
+
+from __future__ import annotations
+
+import json
+
+from vllm_medusa.cli.console import ConsoleProgress, drawn_tree, invocation, stdout_console
+from vllm_medusa.convert.options import ConvertOptions
+from vllm_medusa.options import Model, Options, Source, option
+
+CONVERT = """\
+Write heads, or an EAGLE-3 drafter, in another format. The source format, or a full Medusa-2 model,
+is detected from its tensors. Tensors are copied unchanged, each in its own dtype; tensors that a
+format does not support are refused, and missing ones are added and reported.
+---
+formats:
+  native        this package's format: vLLM's layout with additional fields
+  vllm          for vLLM without this plugin: with a copy of the target's LM head if it is shared
+  v1            the reference's medusa_lm_head.pt: biases, an LM head for each head
+  v2            the residual blocks alone; the target's LM head is used
+  tgi           Text Generation Inference
+  tensorrt-llm  TensorRT-LLM
+for EAGLE-3 drafters (also native):
+  safeailab     the reference's pytorch_model.bin
+  specforge     SpecForge and SGLang; --target determines layer indices
+  speculators   vLLM's speculators library"""
+
+INSPECT = """\
+Describe a checkpoint of Medusa heads: its contents, its provenance, whether a value is damaged,
+and, with --target, whether it fits that model. For an EAGLE drafter, the config and the headers are
+checked.
+
+Exit status: 0 it fits, 1 it does not, 2 it is not a checkpoint of heads, or --target
+is not a model."""
+
+_MARKS = {"fits": "ok ", "does not fit": "NO ", "unknown": "?  "}
+_SHOWN_NODES = 40
+
+
+def run_convert(options: ConvertOptions, progress: ConsoleProgress) -> int:
+    """Convert, and print the result."""
+    from vllm_medusa.convert.job import convert
+    from vllm_medusa.heads.provenance import provenance
+
+    done = convert(options, provenance=provenance(invocation()))
+    info = done.info
+    size = f"{done.bytes / 1e6:.1f} MB"
+    if info is None:
+        print(f"{done.file}: an EAGLE-3 drafter as {options.to}, {size}")
+    else:
+        print(
+            f"{done.file}: {info.num_heads} heads of {info.num_layers} layers as {options.to} "
+            f"(from {info.format}), {size}"
+        )
+    for note in done.notes:
+        print(f"note: {note}")
+    for warning in done.warnings:
+        progress.warn(warning)
+    return 0
+
+
+class InspectOptions(Options):
+    """Options of `vllm-medusa inspect`."""
+
+    path: Source = option("the heads: a folder, a file or a hub name", positional=True)
+    target: Model | None = option("the target model to check against", default=None)
+    revision: str | None = option("branch, tag or commit of a hub name", default=None)
+    json: bool = option("everything, for programs", default=False)
+
+
+def run_inspect(options: InspectOptions, progress: ConsoleProgress) -> int:
+    """Inspect, and print the results; returns the exit status."""
+    from vllm_medusa.heads.eagle import EagleInspection, inspect_eagle
+    from vllm_medusa.heads.inspection import Inspection, inspect_heads
+    from vllm_medusa.heads.model import HeadsError
+
+    found: Inspection | EagleInspection
+    places = options.path, options.target
+    try:
+        found = inspect_heads(
+            *places,
+            revision=options.revision,
+            progress=lambda done, total: progress.at("reading", done / 1e6, total / 1e6, "MB"),
+        )
+        what = f"{'Hydra' if found.info.is_hydra else 'Medusa'} heads"
+    except (HeadsError, OSError) as error:
+        try:
+            found, what = inspect_eagle(*places, revision=options.revision), "an EAGLE drafter"
+        except (HeadsError, OSError):
+            if not options.json:
+                raise error from None
+            print(json.dumps({"source": options.path, "error": str(error)}))
+            return 2
+    document = found.to_dict()
+    if options.json:
+        print(json.dumps(document, indent=2))
+        return 0 if found.fits else 1
+    print(f"{options.path}: {what}")
+    tree, medusa = document.pop("tree", None), document.pop("medusa", {})
+    checks, damage = document.pop("checks"), document.pop("damage", ())
+    for key, value in {**document, **medusa}.items():
+        if key not in ("source", "fits"):
+            text = value if isinstance(value, str) else json.dumps(value)
+            print(f"  {key:20} {text:.90}")
+    if tree:
+        print(f"  {'tree':20} {len(tree)} draft nodes")
+        stdout_console().print(drawn_tree(tree[:_SHOWN_NODES]))
+    for text in damage:
+        print(f"DAMAGED: {text}")
+    for check in checks:
+        print(f"{_MARKS[check['verdict']]}{check['name']}: {check['text']}")
+    if options.target is not None:
+        unsure = any(check["verdict"] == "unknown" for check in checks)
+        fits = "it fits, as far as is known" if unsure else "it fits"
+        print(f"{options.target}: {fits if found.fits else 'IT DOES NOT FIT'}")
+    return 0 if found.fits else 1
