@@ -35,7 +35,9 @@ def cpu_library() -> Any:
         "scorer/attention.cpp",
         "scorer/trees.cpp",
         "proposer/choices.cpp",
+        "proposer/beam.cpp",
         "proposer/hydra.cpp",
+        "proposer/eagle.cpp",
         "sampler/greedy.cpp",
         "kv/packed.cpp",
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.eagle import Eagle1
 from support.eagle_case import LAYERS, TOKENS, Case, eagle_config
-from support.eagle_steps import assert_dense, recorded_trees
+from support.eagle_steps import assert_dense, recorded_trees, torch_only
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.planted import planted
@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_medusa.budget.policy import Fixed
 from vllm_medusa.noise import Seeds
+from vllm_medusa.proposer.eagle import MAX_ROWS
 from vllm_medusa.worker import cpu_attention
 from vllm_medusa.worker.eagle_trees import EagleTrees, PendingTokens
 
@@ -136,7 +137,7 @@ def test_shared_noise_changes_no_token(case: Case, plain: Any, monkeypatch: Patc
     used, gumbel = [], Seeds.gumbel
 
     def recorded(self: Seeds, first: int, stop: int, token_ids: Any) -> Any:
-        used.append(first)
+        used.extend(range(first, stop))
         return gumbel(self, first, stop, token_ids)
 
     monkeypatch.setattr(Seeds, "gumbel", recorded)
@@ -195,6 +196,42 @@ def test_exact_after_plain_steps(case: Case, llm: LLM, plain: Any, monkeypatch: 
     assert max(waited) > 2
 
 
+def test_the_kernel_drafts_what_torch_drafts(
+    case: Case, llm: LLM, plain: Any, monkeypatch: Patch
+) -> None:
+    """Of the same states, with this engine's cache; torch writes the same entries again."""
+    draft, prefill = EagleTrees.draft, EagleTrees.prefill
+    nodes, rows = [], []
+
+    def drafting(self: EagleTrees, *args: Any, **kwargs: Any) -> Any:
+        found = draft(self, *args, **kwargs)
+        with torch_only(self):
+            wanted = draft(self, *args, **kwargs)
+        possible = wanted.log_survival.isfinite()
+        assert torch.equal(found.log_survival.isfinite(), possible)
+        torch.testing.assert_close(found.log_survival, wanted.log_survival, atol=1e-3, rtol=1e-3)
+        same = (found.token_ids == wanted.token_ids)[possible]
+        nodes.append((int(same.sum()), len(same)))
+        return found
+
+    def prefilling(self: EagleTrees, paths: Any) -> Any:
+        found = prefill(self, paths)
+        with torch_only(self):
+            wanted = prefill(self, paths)
+        torch.testing.assert_close(found.normed, wanted.normed, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found.hidden, wanted.hidden, atol=1e-4, rtol=1e-4)
+        rows.append(len(paths.positions))
+        return found
+
+    monkeypatch.setattr(EagleTrees, "draft", drafting)
+    monkeypatch.setattr(EagleTrees, "prefill", prefilling)
+    some = slice(0, 3)
+    assert differing(plain[some], complete(llm, LONG[some], PARAMS[some])) == []
+    same, count = map(sum, zip(*nodes, strict=True))
+    assert same > 0.99 * count > 100  # near-ties may be in another order
+    assert sum(count <= MAX_ROWS for count in rows) > 5
+
+
 def test_later_requests_reuse_entries_of_plain_steps(
     case: Case, llm: LLM, plain: Any, monkeypatch: Patch
 ) -> None:
@@ -234,17 +271,17 @@ def test_lost_steps_are_detected(case: Case, llm: LLM, plain: Any, monkeypatch: 
 
 def entries_kept(patch: Patch, llm: LLM) -> None:
     """Accepted paths keep the entries from drafting; only the last token's is recomputed."""
-    forward = EagleTrees._forward
+    prefill = EagleTrees.prefill
 
-    def wrong(self: Any, common: Any, *args: Any) -> Any:
-        starts = common.query_start_loc_cpu
+    def wrong(self: Any, paths: Any) -> Any:
+        starts = paths.common.query_start_loc_cpu
         for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-            if len(args) == 3 and end - start <= 5:
-                slots = common.slot_mapping[start:end]
+            if end - start <= 5:
+                slots = paths.common.slot_mapping[start:end]
                 slots[: int((slots >= 0).sum()) - 1] = -1
-        return forward(self, common, *args)
+        return prefill(self, paths)
 
-    patch.setattr(EagleTrees, "_forward", wrong)
+    patch.setattr(EagleTrees, "prefill", wrong)
 
 
 def siblings_seen(patch: Patch, llm: LLM) -> None:
@@ -316,16 +353,16 @@ def test_copies_are_deeper_than_its_levels(
 
 def copies_left_out(patch: Patch) -> None:
     """No entries are created for accepted tokens deeper than the drafter's levels."""
-    forward = EagleTrees._forward
+    prefill = EagleTrees.prefill
 
-    def wrong(self: Any, common: Any, *args: Any) -> Any:
-        starts = common.query_start_loc_cpu
+    def wrong(self: Any, paths: Any) -> Any:
+        starts = paths.common.query_start_loc_cpu
         for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-            if len(args) == 3 and DEPTH + 1 < end - start <= 13:
-                common.slot_mapping[start + DEPTH + 1 : end] = -1
-        return forward(self, common, *args)
+            if DEPTH + 1 < end - start <= 13:
+                paths.common.slot_mapping[start + DEPTH + 1 : end] = -1
+        return prefill(self, paths)
 
-    patch.setattr(EagleTrees, "_forward", wrong)
+    patch.setattr(EagleTrees, "prefill", wrong)
 
 
 def test_skipped_copies_are_detected(case: Case, llm: LLM, plain: Any, monkeypatch: Patch) -> None:

@@ -32,7 +32,7 @@ class Grown:
 
 @contextmanager
 def recorded_trees(every: int) -> Iterator[list[Grown]]:
-    """Record the trees of every n-th step that drafts."""
+    """Record the trees of every n-th step that drafts; level by level, without the kernel."""
     kept: list[Grown] = []
     draft, expand = EagleTrees.draft, eagle_trees._Branches.expand
     latest: list[Grown] = []
@@ -45,7 +45,8 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
         useful = [row for row, useful_depth in enumerate(depth.tolist()) if useful_depth > 0]
         row = useful[0] if useful else 0
         latest[:] = [Grown(row, int(roots.ends[row]))]
-        proposal = draft(self, roots, root, num_nodes, depth, *more)
+        with torch_only(self):
+            proposal = draft(self, roots, root, num_nodes, depth, *more)
         count += bool(useful)
         if useful and count % every == 0:
             (grown,) = latest
@@ -73,6 +74,16 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
             yield kept
     finally:
         EagleTrees.draft, eagle_trees._Branches.expand = draft, expand
+
+
+@contextmanager
+def torch_only(drafter: EagleTrees) -> Iterator[None]:
+    """Without the kernel for CPUs."""
+    kernel, drafter.kernel = drafter.kernel, None
+    try:
+        yield
+    finally:
+        drafter.kernel = kernel
 
 
 def cached(layer: Any, slots: Tensor) -> tuple[Tensor, Tensor]:

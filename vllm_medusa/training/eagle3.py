@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_medusa.heads.eagle import bare_names
+from vllm_medusa.heads.checkpoint import NO
+from vllm_medusa.heads.eagle import bare_names, inspect_drafter
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
 from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.heads.model import HeadsError
@@ -27,6 +28,7 @@ from vllm_medusa.training.target import Target, TargetError
 PIECE_ROWS = 2048
 _NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")  # names of a target's last one
 EMBEDDING_SHARE = 0.3  # initial scale of the weights on embeddings
+_NOT_OURS = "Train a new drafter, without --start-heads"
 
 
 class Eagle3(Method):
@@ -102,6 +104,10 @@ def load_drafter(
     Raises HeadsError: another target's, or tensors of another layout.
     """
     files = find_checkpoint(folder)
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    for check in inspect_drafter(files, sizes).checks:
+        if check.verdict == NO and check.name != "trees":
+            raise HeadsError(f"{folder}: {check.name}: {check.text}. {_NOT_OURS}")
     names = bare_names(files)
     stored = dict(files.finite_tensors(names.values()))
     found = {name.replace("layers.0.", "midlayer."): stored[key] for name, key in names.items()}
@@ -111,19 +117,13 @@ def load_drafter(
     config = target.model.config.get_text_config()
     shape = EagleShape.of(config, layers, target.hidden_size, target.vocab_size)
     drafter = EagleDrafter(shape, num_steps, token_map)
-    own = dict(drafter.named_parameters())
-    if wrong := sorted(
-        name
-        for name in own.keys() | found.keys()
-        if name not in own or name not in found or own[name].shape != found[name].shape
-    ):
+    try:
+        drafter.load_state_dict(found if token_map is None else found | {"token_map": token_map})
+    except RuntimeError as error:
+        reason = " ".join(str(error).split()[:40])
         raise HeadsError(
-            f"{folder}: {wrong[0]!r} is not as in an EAGLE-3 drafter that `train` writes for this "
-            "target. Train a new drafter, without --start-heads"
-        )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(found[name])
+            f"{folder} is not as `train` writes it for this target: {reason}. {_NOT_OURS}"
+        ) from None
     rows = target.lm_head_weight[slice(None) if token_map is None else token_map].float()
     same = (rows * target.logit_scale).to(found["lm_head.weight"].dtype)
     drafter.frozen_lm_head = torch.equal(same.cpu(), found["lm_head.weight"])

@@ -27,12 +27,15 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_medusa.noise import LevelNoise, Noise, Stream
+from vllm_medusa.proposer.beam import beam_call
 from vllm_medusa.proposer.build import build_tree
 from vllm_medusa.proposer.choices import Choices, read_choices
+from vllm_medusa.proposer.eagle import MAX_ROWS, EagleBeam, EagleCache
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker.eagle import scratch_of
+from vllm_medusa.worker.eagle_kernel import eagle_cache, eagle_weights
 
 NO_SLOT = -1  # slot of entries that are not stored
 _MAX_PENDING_ROWS = 128  # max pending rows processed in one step
@@ -136,6 +139,8 @@ class EagleTrees:
     block_size: int  # of its KV cache group
     tree = None
     target_ids: Tensor | None = None  # int64 [V_draft]; None: same vocabulary
+    kernel: EagleBeam | None = None  # for few rows on CPUs
+    _known_cache: EagleCache | None = None
 
     @property
     def groups(self) -> Sequence[Any]:
@@ -147,21 +152,30 @@ class EagleTrees:
         """KV slots after a request's tokens that drafting uses."""
         return scratch_of(self.beam)
 
-    def read_vocabulary(self) -> None:
-        """Set the target token ids of a loaded drafter's vocabulary."""
+    def prepare(self) -> None:
+        """Set what drafting needs of a loaded drafter."""
         offsets = getattr(self.model, "draft_id_to_target_id", None)
         if offsets is not None:
             self.target_ids = torch.arange(len(offsets), device=offsets.device) + offsets
+        weights = None if self.method != "eagle3" else eagle_weights(self.model, self.target_ids)
+        if weights is not None and EagleBeam.serves(weights, self.beam):
+            dtype = self.vllm_config.speculative_config.draft_model_config.hf_config.dtype
+            self.kernel = EagleBeam(weights, exact=str(dtype).endswith("float32"))  # as stored
 
     @torch.inference_mode()
     def prefill(self, paths: AcceptedPaths) -> Roots:
         """Compute the exact cache entries of the accepted tokens."""
-        features = paths.features
+        features, common, last = paths.features, paths.common, paths.last
+        table, longest = common.block_table_tensor, common.max_seq_len
+        cache = self._cache(len(features))
+        if cache is not None and self.kernel is not None:
+            starts = common.query_start_loc[:-1].to(torch.int64)
+            rows = starts, last, paths.next_ids, paths.positions, common.slot_mapping, features
+            found = (each.to(features.dtype) for each in self.kernel.prefill(cache, table, *rows))
+            return Roots(*found, paths.ends, longest, table)
         if self.method == "eagle3":
             features = self.model.combine_hidden_states(features)
-        common, last = paths.common, paths.last
         normed, hidden = self._forward(common, paths.next_ids, paths.positions, features)
-        table, longest = common.block_table_tensor, common.max_seq_len
         return Roots(normed[last], hidden[last], paths.ends, longest, table)
 
     @torch.inference_mode()
@@ -184,6 +198,14 @@ class EagleTrees:
                     self.vllm_config.model_config.get_vocab_size(), device=root.device
                 )
             noise = Noise(stream, ids)
+        beam = self.beam.within(num_nodes if limit is None else limit)
+        cache = self._cache(len(root) * beam.width)
+        if cache is not None and self.kernel is not None:
+            levels = None if noise is None else noise.at(0, beam.depth)
+            call = beam_call(self.beam, root, num_nodes, max_depth, limit, levels)
+            given = states.block_table, states.normed, states.hidden, states.ends
+            found = self.kernel.draft(cache, *given, call)
+            return found or DraftTrees.roots(len(root), num_nodes, root.device)
         branches = _Branches(self, states, max_depth > 0, noise)
         return build_tree(branches, self.beam, root, num_nodes, max_depth, limit)
 
@@ -225,6 +247,17 @@ class EagleTrees:
                 inputs_embeds=None,
             )
         return normed, hidden
+
+    def _cache(self, rows: int) -> EagleCache | None:
+        """The layer's cache for the kernel; None if it does not serve this many rows."""
+        if self.kernel is None or rows > MAX_ROWS or not self.groups:
+            return None
+        ((name,),) = (group.layer_names for group in self.groups)
+        layer = self.vllm_config.compilation_config.static_forward_context[name]
+        known = self._known_cache
+        if known is None or known.tensor is not layer.kv_cache:
+            known = self._known_cache = eagle_cache(layer)
+        return known
 
     def slots(self, block_table: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
         """Cache slots, int64, of positions of requests: integers of equal shape."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.eagle import Eagle3 as Dense
 from support.eagle import features_of
 from support.models import save_model
@@ -229,6 +230,25 @@ def test_training_continues_from_a_drafter(target, records, trained, tmp_path):
         with pytest.raises(ValueError, match=reason):
             train(replace(base, files=other, heads=HeadOptions(start_heads=trained, **shape)))
         assert not other.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "reason"),
+    [
+        ("d2t", torch.full((300,), -5), "draft vocabulary: .* token ids from -5"),
+        ("norm.weight", None, r"Missing key.* \"norm.weight\""),
+        ("norm.weight", torch.ones(3), "size mismatch for norm.weight"),
+        ("other", torch.ones(3), r"Unexpected key.* \"other\""),
+    ],
+)
+def test_another_drafter_is_refused(target, records, trained, tmp_path, name, tensor, reason):
+    start = shutil.copytree(trained, tmp_path / "start")
+    tensors = load_file(start / "model.safetensors") | {name: tensor}
+    kept = {key: value for key, value in tensors.items() if value is not None}
+    save_file(kept, start / "model.safetensors")
+    heads = HeadOptions(kind="eagle3", num_heads=K, start_heads=start)
+    with pytest.raises(ValueError, match=f"{reason}.* without --start-heads"):
+        train(replace(options(target, records, tmp_path / "more"), heads=heads))
 
 
 def test_heads_and_drafters_share_hidden_states(target, records, trained, tmp_path):

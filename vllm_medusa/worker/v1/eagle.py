@@ -38,7 +38,7 @@ class EagleTreeDrafter(EagleTrees, EagleProposer):
     def load_model(self, target_model: nn.Module) -> None:
         """Load the drafter, which may share the target's embedding and LM head."""
         super().load_model(target_model)
-        self.read_vocabulary()
+        self.prepare()
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Run one forward pass; vLLM runs one per draft token."""

@@ -37,7 +37,7 @@ class EagleTreeDrafter(EagleTrees):
         if self.method == "eagle3":
             check_captured_layers(target_model, config)
         self.model = load_eagle_model(target_model, self.vllm_config)
-        self.read_vocabulary()
+        self.prepare()
 
 
 class EagleTreeSpeculator(TreeSpeculator):
