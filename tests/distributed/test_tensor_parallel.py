@@ -116,15 +116,16 @@ def test_the_comparison_covers_many_verdicts(two_ranks: dict[str, Run]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "disturbance"),
-    [("greedy", "logits"), ("seeded", "draws"), ("unseeded", "shared_draws")][: len(KINDS)],
+    [("greedy", "logits"), ("seeded", "draws"), ("unseeded", "shared_draws")],
 )
 def test_a_differing_rank_is_detected(
     llm: LLM, two_ranks: object, plain: Plain, kind: str, disturbance: str
 ) -> None:
+    """On V1; the comparison is the same on V2."""
     runs = {"greedy": run_greedy, "seeded": run_seeded, "unseeded": run_unseeded}
     llm.collective_rpc("disturb", args=(disturbance,))
     try:
-        result = runs[kind](llm, plain, sized(24, 5))
+        result = runs[kind](llm, plain, 24)
     finally:
         llm.collective_rpc("restore")
     assert result.differing() > 0.2 * len(result.ranks[0])

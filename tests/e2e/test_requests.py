@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.engines import complete, engine, greedy, medusa, random_prompts, start, stop
+from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, differing, plain_greedy
@@ -23,17 +23,9 @@ pytestmark = pytest.mark.engine
 
 TREE: Any = sized({"dense": [3, 2, 2]}, [[0], [1], [0, 0], [1, 0], [1, 0, 0]])
 TOKENS = sized(24, 12)
+# `tests/unit/test_config.py` has all other errors of these options.
 BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mode": ({"extra_args": {"medusa": {"acceptance": "typcial"}}}, ["typcial", '"typical"']),
-    "key": ({"extra_args": {"medusa": {"epsilonn": 0.1}}}, ["epsilonn", "did you mean 'epsilon'"]),
-    "epsilon": (
-        {"extra_args": {"medusa": {"acceptance": "typical", "epsilon": 7}}},
-        ["epsilon is 7", "at most 1"],
-    ),
-    "idle": ({"extra_args": {"medusa": {"epsilon": 0.2}}}, ["has no effect in lossless mode"]),
-    "drafts": ({"extra_args": {"medusa": {"max_draft_tokens": -1}}}, ["max_draft_tokens is -1"]),
-    "no_dict": ({"extra_args": {"medusa": 7}}, ["is 7", "use a dict"]),
-    "tree": ({"extra_args": {"medusa": {"tree": [[0]]}}}, ["'tree'", "allowed"]),
     "thinking": ({"thinking_token_budget": 5}, ["thinking_token_budget"]),
     "min_p": ({"min_p": 0.1, "temperature": 1.0}, ["min_p"]),
     "logit_bias": ({"logit_bias": {5: 1.0}, "temperature": 1.0}, ["logit_bias"]),
@@ -90,23 +82,20 @@ def test_a_request_limits_its_drafts(llm: LLM, reference: Reference) -> None:
     assert any(row.accepted for row in rows if row.num_nodes == 3)
 
 
-def test_engines_in_a_row(reference: Reference, chaotic_llama: str, random_heads: str) -> None:
-    """Trees twice from the same dict, then plain and stock speculation, all in this process."""
+def test_engines_in_a_row(
+    reference: Reference, chaotic_llama: str, random_heads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees twice from the same dict, then plain vLLM, all in this process.
+
+    Our attention backend stays registered, and equals vLLM's own without trees.
+    """
     given = medusa(random_heads, [[0], [1], [0, 0]], acceptance="lossless")
     kept = copy.deepcopy(given)
     for _ in range(2):
-        with engine(chaotic_llama, given) as llm:
-            assert_works_unplanted(llm, reference)
+        with recorded_steps() as steps, engine(chaotic_llama, given) as llm:
+            assert differing(reference.completions, run(llm, reference)) == []
+        assert len(tree_rows(steps)) > len(reference.prompts)
     assert given == kept
-    with engine(chaotic_llama) as llm:  # vLLM's own attention again
-        assert differing(reference.completions, run(llm, reference)) == []
-
-
-def test_plain_after_trees_without_clean_up(
-    reference: Reference, chaotic_llama: str, random_heads: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Our attention backend stays registered, and equals vLLM's own without trees."""
-    stop(start(chaotic_llama, medusa(random_heads, TREE)))
     monkeypatch.setattr(AttentionBackendEnum, "clear_override", lambda self: None)
     with recorded_steps() as steps, engine(chaotic_llama) as llm:
         assert AttentionBackendEnum.CPU_ATTN.get_class() is TreeAttentionBackend
@@ -116,9 +105,3 @@ def test_plain_after_trees_without_clean_up(
 
 def run(llm: LLM, reference: Reference) -> list:
     return complete(llm, reference.prompts, greedy(TOKENS))
-
-
-def assert_works_unplanted(llm: LLM, reference: Reference) -> None:
-    with recorded_steps() as steps:
-        assert differing(reference.completions, run(llm, reference)) == []
-    assert len(tree_rows(steps)) > len(reference.prompts)

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from support.engines import (
@@ -51,12 +50,14 @@ class Expected:
     ended: list[Completion]  # same prompts, until an end token of the model
     short: Reference  # short prompts, SHORT_TOKENS tokens each
     at_limit: Reference  # prompts that leave little room below LIMIT
+    waiting: Reference  # of `test_preemption`
 
 
 @pytest.fixture(scope="module")
 def expected(chaotic_llama: str) -> Expected:
     lengths = (511, 510, 509, 505, 498, 480, sized(450, 490))
     edge = [[3 + (7 * i + n) % 500 for i in range(n)] for n in lengths]
+    long = random_prompts(sized(16, 1), VOCAB, shortest=20, longest=100, seed=41)
     with on_v1(), engine(chaotic_llama, max_model_len=LIMIT) as llm:
         free = plain_greedy(llm, random_prompts(sized(30, 7), VOCAB, seed=31), TOKENS)
         return Expected(
@@ -66,6 +67,7 @@ def expected(chaotic_llama: str) -> Expected:
                 llm, random_prompts(sized(16, 8), VOCAB, longest=20, seed=32), SHORT_TOKENS
             ),
             at_limit=plain_greedy(llm, edge, 200),
+            waiting=plain_greedy(llm, long, 96),
         )
 
 
@@ -188,24 +190,18 @@ def test_arrivals_and_aborts(llm: LLM, expected: Expected) -> None:
     assert llm.reset_prefix_cache(), "a block is still in use"
 
 
-@pytest.mark.parametrize(
-    "tree", sized(["mc_sim_7b_63", TREE], [TREE]), ids=sized(["63", "14"], ["14"])
-)
-def test_preemption(chaotic_llama: str, random_heads: str, tree: Any) -> None:
+def test_preemption(chaotic_llama: str, random_heads: str, expected: Expected) -> None:
     """Too few blocks for eight requests: some are preempted and restarted."""
-    tokens = sized(96, 40)
-    prompts = random_prompts(sized(16, 5), VOCAB, shortest=20, longest=100, seed=41)
-    options = {"max_model_len": 320, "block_size": BLOCK, "max_num_seqs": 8}
-    with engine(chaotic_llama, **options) as llm:
-        reference = plain_greedy(llm, prompts, tokens)
+    reference = expected.waiting
     assert_chaotic(reference.outputs)
-    few = {"num_gpu_blocks_override": sized(24, 14)}
+    few = {"num_gpu_blocks_override": 24, "block_size": BLOCK, "max_num_seqs": 8}
+    config = medusa(random_heads, "mc_sim_7b_63")
     with (
-        engine(chaotic_llama, medusa(random_heads, tree), **options | few) as llm,
+        engine(chaotic_llama, config, max_model_len=320, **few) as llm,
         planted(reference.prompts, reference.outputs, VOCAB) as moves,
     ):
-        got = complete(llm, reference.prompts, greedy(tokens))
-        assert metric(llm, "num_preemptions") >= sized(4, 1)
+        got = complete(llm, reference.prompts, greedy(96))
+        assert metric(llm, "num_preemptions") >= 4
     assert differing(reference.completions, got) == []
     assert sum(moves) > 0.7 * len(moves)
 

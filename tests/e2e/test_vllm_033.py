@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.pytest_process import run_pytest
 
 TESTS = Path(__file__).parents[1]
 # The folder that contains the `vllm` folder of the 0.33 wheel; no compiled file is needed.
@@ -38,7 +36,7 @@ def installed() -> Path:
 
 
 def build(python_files: Path, folder: Path, version: str = "0.33.0+cpu") -> dict[str, str]:
-    """Overlay 0.33 on the installed kernels in ``folder``; returns the environment that uses it.
+    """Overlay 0.33 on the installed kernels in ``folder``; returns the variables that select it.
 
     The ``+cpu`` in the version tells vLLM for which platform it was built.
     """
@@ -52,11 +50,9 @@ def build(python_files: Path, folder: Path, version: str = "0.33.0+cpu") -> dict
     info = folder / f"vllm-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    dropped = ("PYTEST_CURRENT_TEST", VARIABLE)
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
     given = filter(None, [os.environ.get("PYTHONPATH")])
     path = os.pathsep.join([str(folder), str(TESTS), str(TESTS.parent), *given])
-    return kept | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    return {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 pytestmark = [
@@ -76,20 +72,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return build(files, tmp_path_factory.mktemp("vllm033"))
 
 
-def run(environment: dict[str, str], *arguments: str) -> None:
-    """Run end-to-end tests on 0.33; none may fail or be skipped."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        cwd=TESTS.parent,
-    )
-    summary = done.stdout.strip().rpartition("\n")[2]
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert re.search(r"\b[1-9]\d* passed", summary) and "skipped" not in summary, summary
-
-
 @pytest.mark.parametrize(
     ("file", "selection"),
     [
@@ -104,10 +86,10 @@ def run(environment: dict[str, str], *arguments: str) -> None:
 def test_the_v1_runner(environment: dict[str, str], file: str, selection: str) -> None:
     if file == "test_serve.py":
         pytest.importorskip("orjson", reason="0.33's server needs orjson, which 0.32's does not")
-    run(environment, str(TESTS / "e2e" / file), "-k", selection)
+    run_pytest(str(TESTS / "e2e" / file), "-k", selection, environment=environment)
 
 
 def test_the_v2_runner(environment: dict[str, str]) -> None:
     pytest.importorskip("triton", reason="the V2 runner needs Triton, at least its interpreter")
     file = str(TESTS / "e2e" / "test_equality.py")
-    run(environment, "-p", "support.triton_on_cpu", file, "-k", "8_nodes")
+    run_pytest("-p", "support.triton_on_cpu", file, "-k", "8_nodes", environment=environment)

@@ -17,10 +17,10 @@ from support.interpreter import NOT_INTERPRETING
 
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted(path.parent.name for path in ROOT.glob("tests/unit/*/test_kernel.py"))
-QUICK = [  # one test of each file that has interpreted ones
-    "TestInterpreted and (empty_batch or wrong_slot or wrong_first or descending)",
-    "TestInterpreted and (plain or reason or attention_is_checked)",
-]
+QUICK = (  # one test of each file that has interpreted ones
+    "TestInterpreted and (empty_batch or wrong_slot or wrong_first or descending"
+    " or tree_decoding or attention_is_checked)"
+)
 BARE = """
 import importlib.metadata as metadata, importlib.abc, re, sys
 
@@ -77,12 +77,8 @@ def test_all_are_collected():
 
 
 @NOT_INTERPRETING
-@pytest.mark.parametrize(
-    ("files", "selection"),
-    [(FILES, QUICK[0]), (["tests/gpu/test_decode.py", "tests/gpu/test_timing.py"], QUICK[1])],
-    ids=["kernels", "steps"],
-)
-def test_one_of_each_runs(files, selection):
+def test_one_of_each_runs():
     pytest.importorskip("vllm", reason="nothing to refuse")
-    found = run_bare("-k", selection, *files, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    files = (*FILES, "tests/gpu/test_decode.py", "tests/gpu/test_timing.py")
+    found = run_bare("-k", QUICK, *files, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert re.search(r"\b[1-9]\d* passed", found) and "skipped" not in found

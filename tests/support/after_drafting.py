@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from support.runner import ON_V2
 from vllm_medusa.tree import TokenTree
 
@@ -66,11 +68,9 @@ def _on_v1(look: Look) -> Iterator[None]:
                 drafts[row] = list(given[:count])
         return drafts
 
-    MedusaModelRunner.propose_draft_token_ids = propose
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MedusaModelRunner, "propose_draft_token_ids", propose)
         yield
-    finally:
-        MedusaModelRunner.propose_draft_token_ids = original
 
 
 @contextmanager
@@ -117,11 +117,10 @@ def _on_v2(look: Look) -> Iterator[None]:
                 drafts[row, : len(given)] = torch.tensor(given)
         return drafts
 
-    GPUModelRunner.add_requests, TreeSpeculator.propose = add, propose
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPUModelRunner, "add_requests", add)
+        patch.setattr(TreeSpeculator, "propose", propose)
         yield
-    finally:
-        GPUModelRunner.add_requests, TreeSpeculator.propose = add_requests, original
 
 
 def _path(verdict: Any, row: int) -> list[int]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -68,12 +69,10 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
         if latest and request.row == latest[0].row:
             latest.pop().tokens = [*request.prompt, *request.output]
 
-    EagleTrees.draft, eagle_trees._Branches.expand = growing, expanding
-    try:
-        with after_drafting(noting):
-            yield kept
-    finally:
-        EagleTrees.draft, eagle_trees._Branches.expand = draft, expand
+    with pytest.MonkeyPatch.context() as patch, after_drafting(noting):
+        patch.setattr(EagleTrees, "draft", growing)
+        patch.setattr(eagle_trees._Branches, "expand", expanding)
+        yield kept
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from vllm.model_executor.models import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from support.metrics import added, assert_counted, counts, drafted_and_accepted, positions
+from support.uncompiled import use_uncompiled
 from vllm_medusa.worker.attention import forget_attention_backends
 from vllm_medusa.worker.options import EngineOptions, is_medusa
 
@@ -22,6 +23,7 @@ Prompt = list[int]
 
 # vLLM inspects a model's class in another process, to avoid CUDA: eleven seconds each here.
 registry._run_in_subprocess = lambda look: look()
+use_uncompiled()
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,13 @@ from __future__ import annotations
 import functools
 import math
 import os
-import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from support.pytest_process import run_pytest
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 IN_INTERPRETER = pytest.mark.skipif(
@@ -115,14 +113,4 @@ def trust_integers() -> None:
 
 def run_interpreting(selection: str, *files: str) -> None:
     """Run the tests of ``files`` that match pytest's ``-k selection``; none may fail or skip."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selection]
-    done = subprocess.run(
-        [*command, *files],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-    )
-    summary = done.stdout.strip().rpartition("\n")[2]
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert re.search(r"\b[1-9]\d* passed", summary) and "skipped" not in summary, summary
+    run_pytest("-k", selection, *files, environment={"TRITON_INTERPRET": "1"})

@@ -1,8 +1,4 @@
-"""vLLM's counters, and whether they match the outputs.
-
-Both model runners get the same requests, so their metrics are equal wherever their outputs are;
-`tests/v2/test_same_as_v1.py` compares them.
-"""
+"""vLLM's counters, and whether they match the outputs."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -90,11 +91,9 @@ def jittered(scale: float, seed: int) -> Iterator[None]:
         noise = torch.randn(logits.shape, generator=generator)
         return original(self, logits + scale * noise, *args, **kwargs)
 
-    setattr(owner, name, sample)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, sample)
         yield
-    finally:
-        setattr(owner, name, original)
 
 
 def seeded(count: int, first_seed: int, **options: Any) -> list[SamplingParams]:
@@ -111,7 +110,7 @@ def one_of_each() -> tuple[list[Prompt], list[SamplingParams]]:
         {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
         {"temperature": 0.7, "top_p": 0.8, "min_tokens": 5, "stop_token_ids": [7, 8]},
     ]
-    params = [seeded(1, 100 + i, max_tokens=12, **kind)[0] for i, kind in enumerate(kinds)]
+    params = [seeded(1, 100 + i, max_tokens=8, **kind)[0] for i, kind in enumerate(kinds)]
     return random_prompts(len(kinds), VOCAB, longest=30, seed=3), params
 
 

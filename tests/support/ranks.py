@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from support.after_drafting import Drafted, after_drafting
 from support.planted import plant
 from support.runner import sized
+from support.uncompiled import use_uncompiled
 
 WORKER = f"support.recording_{sized('v1', 'v2')}.RecordingWorker"
 MISS = 0.1  # probability of a wrong planted token, so that walks also stop at inner nodes
@@ -47,6 +48,7 @@ class Recording:
 
     def init_device(self) -> None:
         """Start recording; it ends at shutdown."""
+        use_uncompiled()
         super().init_device()
         self._decisions: list[list[Any]] = []
         self._known: dict[int, list[int]] = {}

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
+import pytest
+
 T = TypeVar("T")
 
 ON_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
@@ -33,15 +35,9 @@ def on_v1() -> Iterator[None]:
     On V1 plain vLLM is five times as fast as with the interpreter, and gives the same tokens at
     temperature 0: V2's trees are then compared with V1's tokens. Seeds give other tokens on V2.
     """
-    requested = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         yield
-    finally:
-        if requested is None:
-            del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
-        else:
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = requested
 
 
 @contextmanager
@@ -55,8 +51,6 @@ def async_scheduling() -> Iterator[None]:
         original.__func__(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
         yield
-    finally:
-        CpuPlatform.check_and_update_config = original

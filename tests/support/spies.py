@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from support.engines import Completion
 from support.runner import ON_V2
 
@@ -74,12 +76,10 @@ def _recording_on_v1(steps: list[Step]) -> Iterator[None]:
             row.accepted = sum(token >= 0 for token in tokens) - 1
         return output
 
-    MedusaModelRunner._prepare_inputs = prepare_inputs
-    MedusaModelRunner._sample = sample_step
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MedusaModelRunner, "_prepare_inputs", prepare_inputs)
+        patch.setattr(MedusaModelRunner, "_sample", sample_step)
         yield
-    finally:
-        MedusaModelRunner._prepare_inputs, MedusaModelRunner._sample = prepare, sample
 
 
 @contextmanager
@@ -107,11 +107,9 @@ def _recording_on_v2(steps: list[Step]) -> Iterator[None]:
             )
         return output, num_sampled, num_rejected
 
-    GPUModelRunner.sample = sample
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPUModelRunner, "sample", sample)
         yield
-    finally:
-        GPUModelRunner.sample = original
 
 
 def states_prompt(states: Any, slot: int) -> list[int]:

@@ -1,13 +1,13 @@
-"""Dynamic trees on vLLM's V2 runner: plain vLLM's tokens for any topologies and counts.
+"""Dynamic trees on vLLM's V2 runner, scheduled ahead: plain vLLM's tokens for any topologies.
 
-Runs in `test_sampling_on_v2`. Equality with V1's acceptance is tested in `test_same_as_v1`.
+Runs in `test_sampling_on_v2`. `tests/e2e/test_dynamic_trees.py` compares acceptance with decode.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -45,23 +45,16 @@ def reference(chaotic_llama: str) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def plain_seeded(chaotic_llama: str) -> list[Outcome]:
-    with engine(chaotic_llama) as llm:
-        return outcomes(llm, *one_of_each())
-
-
-@pytest.fixture(scope="module", params=["sync", "async"])
 def llm(
-    request: Any, reference: Reference, plain_seeded: object, chaotic_llama: str, random_heads: str
+    reference: Reference, plain_seeded: object, chaotic_llama: str, random_heads: str
 ) -> Iterator[LLM]:
     """Few blocks: requests are preempted."""
     config = {"method": "medusa", "model": random_heads, "budget": "auto"}
-    ahead = async_scheduling() if request.param == "async" else nullcontext()
-    with few_steps_to_time(), ahead, engine(
+    with few_steps_to_time(), async_scheduling(), engine(
         chaotic_llama, config, block_size=32, num_gpu_blocks_override=14, max_model_len=256,
         max_num_batched_tokens=256, max_num_seqs=8,
     ) as llm:  # fmt: skip
-        assert isinstance(scheduler_of(llm), AsyncScheduler) == (request.param == "async")
+        assert isinstance(scheduler_of(llm), AsyncScheduler)
         assert policy_of(llm).cost.steps > 0
         yield llm
 

@@ -6,15 +6,13 @@ Runs in `test_sampling_on_v2`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.assets import TARGET
+from support.assets import HEADS, TARGET
 from support.budgets import policy_of
 from support.engines import complete, engine, greedy, medusa, metric
 from support.metrics import counts, drafted_and_accepted
@@ -22,8 +20,8 @@ from support.models import VOCAB, save_config
 from support.no_waiting import NoWaiting, watched
 from support.outcomes import Outcome, assert_same, by_seed, one_of_each, outcomes
 from support.planted import planted, planted_by_seed
-from support.reference import differing, plain_greedy
-from support.runner import ON_V2, async_scheduling
+from support.reference import Reference, differing, plain_greedy
+from support.runner import ON_V2, async_scheduling, on_v1
 from support.spies import mean_accepted, recorded_steps, tree_rows
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -52,7 +50,6 @@ if ON_V2:
     from vllm_medusa.worker.v2.noise import persistent_draws
     from vllm_medusa.worker.v2.sampler import TreeSampler
 
-ASSETS = Path(__file__).parents[2] / "tests" / "assets"
 TREE = [[0], [1], [0, 0], [1, 0], [1, 0, 0]]
 BLOCK = 32
 
@@ -143,17 +140,15 @@ def test_refused_with_the_reason(
 
 
 @pytest.fixture(scope="module")
-def plain(chaotic_llama: str) -> dict[str, Any]:
-    even = [[3 + (5 * i + n) % 500 for i in range(BLOCK * n + 1)] for n in (1, 2, 3)]
-    with engine(chaotic_llama) as llm:
-        return {
-            "even": plain_greedy(llm, even, 12),
-            "seeded": outcomes(llm, *one_of_each()),
-        }
+def even(chaotic_llama: str) -> Reference:
+    """Prompts of whole blocks and one token."""
+    prompts = [[3 + (5 * i + n) % 500 for i in range(BLOCK * n + 1)] for n in (1, 2, 3)]
+    with on_v1(), engine(chaotic_llama) as llm:
+        return plain_greedy(llm, prompts, 12)
 
 
 @pytest.fixture(scope="module")
-def llm(plain: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
+def llm(even: object, plain_seeded: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
     options = {"block_size": BLOCK, "enable_prefix_caching": True, "max_num_seqs": 8}
     with rules_in_triton(), engine(chaotic_llama, medusa(random_heads, TREE), **options) as llm:
         yield llm
@@ -165,10 +160,10 @@ def run_mixed(llm: LLM, expected: list[Outcome]) -> list[Outcome]:
 
 
 def test_a_step_never_waits_for_the_device(
-    llm: LLM, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, plain_seeded: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = watched(monkeypatch)
-    assert_same(plain["seeded"], outcomes(llm, *one_of_each()))
+    assert_same(plain_seeded, outcomes(llm, *one_of_each()))
     params = one_of_each()[1]
     for param in params:
         param.extra_args = {"medusa": {"acceptance": "typical", "greedy_root": True}}
@@ -182,20 +177,20 @@ def test_control_syncs_are_detected() -> None:
             wait(torch.ones(3))
 
 
-def test_lossless_and_typical_together(llm: LLM, plain: dict[str, Any]) -> None:
+def test_lossless_and_typical_together(llm: LLM, plain_seeded: list[Outcome]) -> None:
     """Each request of the batch twice: the lossless ones equal plain vLLM's."""
     prompts, params = one_of_each()
     typical = one_of_each()[1]
     for param in typical:
         param.extra_args = {"medusa": {"acceptance": "typical", "epsilon": 0.01}}
-    with planted_by_seed(by_seed(plain["seeded"]), VOCAB), recorded_steps() as steps:
+    with planted_by_seed(by_seed(plain_seeded), VOCAB), recorded_steps() as steps:
         got = outcomes(llm, prompts * 2, params + typical)
-    assert_same(plain["seeded"], got[: len(params)])
+    assert_same(plain_seeded, got[: len(params)])
     assert max(map(len, steps)) == 2 * len(params)
 
 
 def test_large_batches_are_verified_in_parts(
-    llm: LLM, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, plain_seeded: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM limits the fp32 logits; a part consists of whole requests, at least one."""
     parts: list[int] = []
@@ -208,13 +203,12 @@ def test_large_batches_are_verified_in_parts(
     monkeypatch.setattr(TreeSampler, "_decide", spy)
     for limit in (1, 13):
         monkeypatch.setattr(sampler_module, "get_max_chunk_logits", lambda _, n=limit: n)
-        assert_same(plain["seeded"], run_mixed(llm, plain["seeded"]))
+        assert_same(plain_seeded, run_mixed(llm, plain_seeded))
     assert {1, 2} <= set(parts) and 4 not in parts
 
 
-def test_prefills_padded_with_placeholders(llm: LLM, plain: dict[str, Any]) -> None:
+def test_prefills_padded_with_placeholders(llm: LLM, even: Reference) -> None:
     """All but one token of a prompt is cached: the scheduler adds placeholder drafts."""
-    even = plain["even"]
     assert llm.reset_prefix_cache()
     for again in (False, True):
         with planted(even.prompts, even.outputs, VOCAB), recorded_steps() as steps:
@@ -245,42 +239,45 @@ def test_start_up_allocates_the_logits_of_all_nodes(
     assert max(rows) == 8 * (1 + len(TREE))
 
 
-DYNAMIC = {"method": "medusa", "model": str(ASSETS / "heads"), "budget": 5}
+DYNAMIC = {"method": "medusa", "model": HEADS, "budget": 5}
 
 
-@pytest.mark.parametrize(
-    ("ahead", "trees"),
-    [
-        (False, medusa(str(ASSETS / "heads"), TREE)),
-        (True, medusa(str(ASSETS / "heads"), TREE)),
-        (True, DYNAMIC),
-    ],
-    ids=["sync", "async", "async_dynamic"],
-)
-def test_structured_output_and_trees_together(ahead: bool, trees: dict[str, Any]) -> None:
+def grammars() -> list[SamplingParams]:
+    """Every second request has a grammar."""
+    kinds = [StructuredOutputsParams(choice=["yes, of course", "no, never"]), None,
+             StructuredOutputsParams(regex=r"[0-9]{4}-[0-9]{2}"), None]  # fmt: skip
+    return [
+        SamplingParams(temperature=0.0, max_tokens=12, structured_outputs=kind) for kind in kinds
+    ]
+
+
+QUESTIONS = ["Is it so?", "The cat sat on", "On which day?", "Once upon a time"]
+
+
+@pytest.fixture(scope="module")
+def plain_texts() -> list[str]:
+    with on_v1(), engine(TARGET, skip_tokenizer_init=False) as llm:
+        results = llm.generate(QUESTIONS, grammars(), use_tqdm=False)
+    return [result.outputs[0].text for result in results]
+
+
+@pytest.mark.parametrize("trees", [medusa(HEADS, TREE), DYNAMIC], ids=["static", "dynamic"])
+def test_structured_output_and_trees_together(
+    plain_texts: list[str], trees: dict[str, Any]
+) -> None:
     """Requests with a grammar follow it and equal plain vLLM's, and their drafts count too.
 
     The async scheduler then waits for each step's tokens.
     """
-    target = str(ASSETS / "target")
-    kinds = [StructuredOutputsParams(choice=["yes, of course", "no, never"]), None,
-             StructuredOutputsParams(regex=r"[0-9]{4}-[0-9]{2}"), None]  # fmt: skip
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=12, structured_outputs=kind) for kind in kinds
-    ]
-    prompts = ["Is it so?", "The cat sat on", "On which day?", "Once upon a time"]
-    texts = []
-    for config in (None, trees):
-        with (
-            async_scheduling() if config and ahead else nullcontext(),
-            engine(target, config, skip_tokenizer_init=False) as llm,
-            recorded_steps() as steps,
-        ):
-            results = llm.generate(prompts, params, use_tqdm=False)
-            counted = counts(llm)
-        texts.append([result.outputs[0].text for result in results])
-    assert texts[0] == texts[1]
-    assert texts[1][0] in ("yes, of course", "no, never")
+    with (
+        async_scheduling(),
+        engine(TARGET, trees, skip_tokenizer_init=False) as llm,
+        recorded_steps() as steps,
+    ):
+        results = llm.generate(QUESTIONS, grammars(), use_tqdm=False)
+        counted = counts(llm)
+    assert [result.outputs[0].text for result in results] == plain_texts
+    assert plain_texts[0] in ("yes, of course", "no, never")
     bound = {tuple(results[i].prompt_token_ids) for i in (0, 2)}
     rows = tree_rows(steps)
     drafted = [drafted_and_accepted(result.outputs[0])[0] for result in results]

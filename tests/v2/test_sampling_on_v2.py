@@ -5,28 +5,24 @@ No refusals: they happen before a runner is built, with the same messages for bo
 
 from __future__ import annotations
 
-from support.on_v2 import MARKS, once_more
+from support.on_v2 import MARKS, run_on_v2
 
 pytestmark = MARKS
 
-SUITE = [  # the tests of a file share an engine, so files are not split
-    "tests/v2/test_runner.py",
-    "tests/v2/test_dynamic_trees.py",
-    "tests/v2/test_eagle.py",
-    "tests/e2e/test_eagle.py::test_exact_in_mixed_steps",
-    "tests/e2e/test_eagle.py::test_copies_are_deeper_than_its_levels",
-    "tests/e2e/test_sampling.py::test_all_kinds_in_one_batch",
-    "tests/e2e/test_sampling.py::test_bad_words",
-    "tests/e2e/test_sampling.py::test_batch_invariance_of_a_seed",
-    "tests/e2e/test_adapters.py::test_adapters_in_one_batch",
-    "tests/e2e/test_noise.py::test_more_drafts_are_accepted",
-    "tests/e2e/test_noise.py::test_other_noise_loses_the_gain_and_no_token",
-    "tests/e2e/test_noise.py::test_requests_without_a_seed_draw_independently",
-    "tests/e2e/test_typical.py::test_equals_the_oracle",
-    "tests/e2e/test_typical.py::test_penalties_count_the_path",
-    "tests/e2e/test_requests.py::test_a_bad_request_fails_alone",
-    "tests/e2e/test_requests.py::test_a_request_limits_its_drafts",
-    "tests/e2e/test_refusals.py::test_a_layer_with_its_own_backend_starts_no_engine",
-]
 
-outcomes, test_on_v2 = once_more(SUITE)
+def test_on_v2() -> None:
+    run_on_v2(
+        "tests/v2/test_runner.py",
+        "tests/v2/test_dynamic_trees.py",
+        "tests/v2/test_eagle.py",
+        "tests/e2e/test_eagle.py::test_exact_in_mixed_steps",
+        "tests/e2e/test_sampling.py::test_all_kinds_in_one_batch",
+        "tests/e2e/test_sampling.py::test_bad_words",
+        "tests/e2e/test_adapters.py::test_adapters_in_one_batch",
+        "tests/e2e/test_noise.py::test_more_drafts_are_accepted",
+        "tests/e2e/test_noise.py::test_other_noise_loses_the_gain_and_no_token",
+        "tests/e2e/test_typical.py::test_equals_the_oracle",
+        "tests/e2e/test_requests.py::test_a_bad_request_fails_alone",
+        "tests/e2e/test_requests.py::test_a_request_limits_its_drafts",
+        "tests/e2e/test_refusals.py::test_a_layer_with_its_own_backend_starts_no_engine",
+    )

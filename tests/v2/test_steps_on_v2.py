@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from support.on_v2 import MARKS, once_more
+from support.on_v2 import MARKS, run_on_v2
 
 pytestmark = MARKS
 
-SUITE = [  # the tests of a file share an engine, so files are not split
-    "tests/e2e/test_equality.py::test_planted_drafts",
-    "tests/e2e/test_equality.py::test_random_heads",
-    "tests/e2e/test_negative_controls.py::test_equal_without_a_control",
-    "tests/e2e/test_negative_controls.py::test_each_control_differs",
-    "tests/e2e/test_architectures.py::test_equality",
-    "tests/e2e/test_decode_agreement.py::test_accepts_what_the_oracle_accepts",
-    "tests/e2e/test_decode_agreement.py::test_hidden_state_of_the_wrong_node",
-    "tests/e2e/test_scheduling.py::test_chunked_prefill_and_mixed_steps",
-    "tests/e2e/test_scheduling.py::test_trees_are_truncated_to_the_budget",
-    "tests/e2e/test_scheduling.py::test_prefix_cache_hits_on_compacted_blocks",
-    "tests/e2e/test_scheduling.py::test_requests_end_exactly_at_max_model_len",
-    "tests/e2e/test_scheduling.py::test_end_tokens_of_the_model",
-    "tests/e2e/test_scheduling.py::test_arrivals_and_aborts",
-    "tests/e2e/test_scheduling.py::test_preemption",
-    "tests/e2e/test_scheduling.py::test_torch_compile",
-    "tests/v2/test_same_as_v1.py",
-    "tests/distributed/test_tensor_parallel.py::test_each_rank_scores_its_half",
-    "tests/distributed/test_tensor_parallel.py::test_greedy_tokens",
-    "tests/distributed/test_tensor_parallel.py::test_seeded_tokens",
-    "tests/distributed/test_tensor_parallel.py::test_one_rank_decides_the_same",
-    "tests/distributed/test_tensor_parallel.py::test_the_ranks_agree",
-    "tests/distributed/test_tensor_parallel.py::test_the_comparison_covers_many_verdicts",
-    "tests/distributed/test_tensor_parallel.py::test_a_differing_rank_is_detected",
-]
 
-outcomes, test_on_v2 = once_more(SUITE)
+def test_on_v2() -> None:
+    run_on_v2(
+        "tests/worker/test_triton_engine.py",
+        "tests/e2e/test_equality.py::test_planted_drafts",
+        "tests/e2e/test_equality.py::test_random_heads",
+        "tests/e2e/test_equality.py::test_each_control_differs",
+        "tests/e2e/test_architectures.py::test_equality",
+        "tests/e2e/test_decode_agreement.py::test_accepts_what_the_oracle_accepts",
+        "tests/e2e/test_decode_agreement.py::test_hidden_state_of_the_wrong_node",
+        "tests/e2e/test_dynamic_trees.py::test_accepts_what_the_oracle_accepts",
+        "tests/e2e/test_scheduling.py::test_chunked_prefill_and_mixed_steps",
+        "tests/e2e/test_scheduling.py::test_trees_are_truncated_to_the_budget",
+        "tests/e2e/test_scheduling.py::test_prefix_cache_hits_on_compacted_blocks",
+        "tests/e2e/test_scheduling.py::test_requests_end_exactly_at_max_model_len",
+        "tests/e2e/test_scheduling.py::test_end_tokens_of_the_model",
+        "tests/e2e/test_scheduling.py::test_arrivals_and_aborts",
+        "tests/e2e/test_scheduling.py::test_torch_compile",
+        "tests/distributed/test_tensor_parallel.py::test_greedy_tokens",
+        "tests/distributed/test_tensor_parallel.py::test_seeded_tokens",
+        "tests/distributed/test_tensor_parallel.py::test_one_rank_decides_the_same",
+        "tests/distributed/test_tensor_parallel.py::test_the_ranks_agree",
+        "tests/distributed/test_tensor_parallel.py::test_the_comparison_covers_many_verdicts",
+    )

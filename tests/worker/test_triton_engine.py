@@ -1,7 +1,7 @@
 """The CUDA attention in a whole engine: vLLM's V2 runner with the interpreter.
 
 Cache layout, cache writes and steps without trees are those of vLLM's Triton backend; output
-is compared with plain vLLM on its own C++ attention.
+is compared with plain vLLM on its own C++ attention. Runs in `tests/v2/test_steps_on_v2.py`.
 """
 
 from __future__ import annotations
@@ -12,25 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.interpreter import IN_INTERPRETER, INTERPRETING, NOT_INTERPRETING, run_interpreting
-
-if INTERPRETING:
-    import support.triton_on_cpu  # noqa: F401
-
-pytest.importorskip("vllm")
-pytest.importorskip("triton")
-
 from support.engines import complete, engine, greedy, medusa, metric, random_prompts
 from support.models import VOCAB, save_model
 from support.planted import planted
 from support.random_topologies import random_topologies
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
+from support.runner import ON_V2, on_v1
 from support.spies import Step, mean_accepted, mixed, recorded_steps
 from torch import Tensor
 from vllm import LLM
 
-if INTERPRETING:
+if ON_V2:
     from support.triton_attention import triton_attention_on_cpu
+    from support.triton_on_cpu import rules_in_triton
 
 from vllm_medusa import proposer
 from vllm_medusa.proposer import kernel
@@ -38,7 +32,10 @@ from vllm_medusa.scorer.paged import PagedBatch
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.worker import cuda_attention, cuda_metadata
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_steps_on_v2.py"),
+]
 
 TOKENS = 24
 FEW = 12  # enough for errors to occur
@@ -154,7 +151,7 @@ class Cases:
             for seed, length in enumerate(self.lengths)
             for prompt in random_prompts(1, VOCAB, length, length, seed)
         ]
-        with engine(model, **SMALL) as llm:
+        with on_v1(), engine(model, **SMALL) as llm:
             reference = plain_greedy(llm, prompts, TOKENS)
         assert reference.dropped <= 1
         assert_chaotic(reference.outputs)
@@ -163,6 +160,7 @@ class Cases:
     @pytest.fixture(scope="class")
     def llm(self, setting: Setting, random_heads: str) -> Iterator[LLM]:
         with (
+            rules_in_triton(),
             triton_attention_on_cpu(),
             engine(setting[0], self.config(random_heads), **SMALL) as llm,
         ):
@@ -186,7 +184,6 @@ class Cases:
         assert any(batch.num_splits > 1 for batch in attended.batches)
 
 
-@IN_INTERPRETER
 class TestLlama(Cases):
     architecture = "Llama"
     lengths = (LONGEST, LONGEST, LONGEST, 40, 30)  # some grow to max_model_len
@@ -230,14 +227,12 @@ class TestLlama(Cases):
         assert any(a != b.token_ids for a, b in zip(expected, got, strict=True))
 
 
-@IN_INTERPRETER
 class TestMistral(Cases):
     architecture = "Mistral"
     window = 24
     lengths = (45,)
 
 
-@IN_INTERPRETER
 class TestDynamic(TestMistral):
     """Every request and step has its own tree, whose depths determine the window."""
 
@@ -264,8 +259,3 @@ class TestDynamic(TestMistral):
         assert differing(reference.completions, got) == []
         assert mean_accepted(steps) > 0.5 and len(depths) > 10
         assert attended.windows == {self.window}
-
-
-@NOT_INTERPRETING
-def test_in_a_process_that_interprets() -> None:
-    run_interpreting("TestLlama or TestMistral or TestDynamic", __file__)
