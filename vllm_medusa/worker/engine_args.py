@@ -24,28 +24,22 @@ def install(arg_utils: ModuleType) -> None:
     override(engine_args, "from_cli_args", _from_cli_args)
 
 
-def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_speculative_config(
-        self: Any, target_model_config: Any, target_parallel_config: Any
-    ) -> Any:
-        speculative = _mapping(self.speculative_config)
-        method = self.spec_method or speculative.get("method")
-        if method != METHOD and not (method in EAGLE_METHODS and "tree" in speculative):
-            _refuse_lost_keys(speculative, method)
-            return original(self, target_model_config, target_parallel_config)
-        from vllm_medusa.worker.eagle import config_of_eagle
-        from vllm_medusa.worker.metrics import install_metrics
-        from vllm_medusa.worker.options import config_of_heads, prepare
-        from vllm_medusa.worker.requests import install_request_check
-        from vllm_medusa.worker.stopping import install_stopping
+def _create_speculative_config(
+    original: Callable[..., Any], self: Any, target_model_config: Any, target_parallel_config: Any
+) -> Any:
+    speculative = _mapping(self.speculative_config)
+    method = self.spec_method or speculative.get("method")
+    if method != METHOD and not (method in EAGLE_METHODS and "tree" in speculative):
+        _refuse_lost_keys(speculative, method)
+        return original(self, target_model_config, target_parallel_config)
+    from vllm_medusa.worker import metrics, requests, stopping
+    from vllm_medusa.worker.eagle import config_of_eagle
+    from vllm_medusa.worker.options import config_of_heads, prepare
 
-        install_request_check()
-        install_metrics()
-        install_stopping()
-        make = config_of_heads if method == METHOD else config_of_eagle
-        return prepare(self, original, target_model_config, target_parallel_config, make)
-
-    return create_speculative_config
+    for module in (requests, metrics, stopping):
+        module.install()
+    make = config_of_heads if method == METHOD else config_of_eagle
+    return prepare(self, original, target_model_config, target_parallel_config, make)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -69,28 +63,27 @@ def _refuse_lost_keys(speculative: Mapping[str, Any], method: str | None) -> Non
         )
 
 
-def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            config = original(self, *args, **kwargs)
-        except ValueError as error:
-            if not (self.enable_lora and _CROWDED in str(error)):
-                raise
-            if METHOD not in (self.spec_method, (self.speculative_config or {}).get("method")):
-                raise
-            _leave_room_for_adapters(self)
-            config = original(self, *args, **kwargs)
-        if self.speculative_config or self.spec_method:
-            from vllm_medusa.worker.checks import check_engine
-            from vllm_medusa.worker.cuda_graphs import capture_more_trees
-            from vllm_medusa.worker.options import EngineOptions, is_medusa
+def _create_engine_config(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        config = original(self, *args, **kwargs)
+    except ValueError as error:
+        if not (self.enable_lora and _CROWDED in str(error)):
+            raise
+        if METHOD not in (self.spec_method, (self.speculative_config or {}).get("method")):
+            raise
+        _leave_room_for_adapters(self)
+        config = original(self, *args, **kwargs)
+    if self.speculative_config or self.spec_method:
+        from vllm_medusa.worker.checks import check_engine
+        from vllm_medusa.worker.cuda_graphs import capture_more_trees
+        from vllm_medusa.worker.options import EngineOptions, is_medusa
 
-            if is_medusa(config.speculative_config):
-                check_engine(config)
-                capture_more_trees(self, config, EngineOptions.of(config).tree.num_nodes)
-        return config
-
-    return create_engine_config
+        if is_medusa(config.speculative_config):
+            check_engine(config)
+            capture_more_trees(self, config, EngineOptions.of(config).tree.num_nodes)
+    return config
 
 
 def _leave_room_for_adapters(engine_args: Any) -> None:
@@ -112,33 +105,27 @@ def _leave_room_for_adapters(engine_args: Any) -> None:
     engine_args.speculative_config = speculative | {"num_speculative_tokens": maximum}
 
 
-def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_cli_args(parser: Any) -> Any:
-        parser = original(parser)
-        if "--speculative-model" not in parser._option_string_actions:
-            parser.add_argument(
-                "--speculative-model",
-                metavar="HEADS",
-                default=None,
-                help="Medusa heads (folder, file or hub name) for tree speculation; the same as "
-                '--speculative-config \'{"method": "medusa", "model": HEADS}\', whose other keys '
-                "(tree, budget, lookup, acceptance, num_speculative_tokens) may be set too. Or "
-                'the folder of an EAGLE drafter, with "tree": "dynamic".',
-            )
-        return parser
-
-    return add_cli_args
+def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
+    parser = original(parser)
+    if "--speculative-model" not in parser._option_string_actions:
+        parser.add_argument(
+            "--speculative-model",
+            metavar="HEADS",
+            default=None,
+            help="Medusa heads (folder, file or hub name) for tree speculation; the same as "
+            '--speculative-config \'{"method": "medusa", "model": HEADS}\', whose other keys '
+            "(tree, budget, lookup, acceptance, num_speculative_tokens) may be set too. Or "
+            'the folder of an EAGLE drafter, with "tree": "dynamic".',
+        )
+    return parser
 
 
-def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    def from_cli_args(cls: type, args: argparse.Namespace) -> Any:
-        heads = getattr(args, "speculative_model", None)
-        if heads is not None:
-            args = argparse.Namespace(**vars(args))
-            args.speculative_config = _with_heads(heads, args)
-        return original(cls, args)
-
-    return from_cli_args
+def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    heads = getattr(args, "speculative_model", None)
+    if heads is not None:
+        args = argparse.Namespace(**vars(args))
+        args.speculative_config = _with_heads(heads, args)
+    return original(cls, args)
 
 
 def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:

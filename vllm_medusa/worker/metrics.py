@@ -18,7 +18,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -76,42 +76,46 @@ class StepReport:
 
 
 _NUM_FIELDS = len(fields(StepReport))
-_METRICS = {  # field of `StepReport` -> name, description, divisor
-    "requests": ("step_requests", "Total requests over all steps.", 1),
-    "nodes": ("nodes", "Draft nodes verified, including those of requests that have ended.", 1),
-    "copied": ("lookup_accepted_tokens", "Accepted draft tokens proposed only by lookup.", 1),
-    "timed": ("timed_steps", "Steps used to update step costs.", 1),
-    "measured_us": ("measured_ms", "Measured milliseconds of the timed steps.", 1e3),
-    "expected_us": ("expected_ms", "Expected milliseconds of the timed steps.", 1e3),
-    "chosen": ("budget_nodes", "Draft nodes chosen for the latest step.", 1),
-    "ratio": (
-        "expected_ratio",
-        "Expected speed with drafts relative to plain steps; below 1, steps are plain.",
-        1e3,
-    ),
-}
-_GAUGES = {"chosen", "ratio"}
-_TIMED = {"timed", "measured_us", "expected_us", "ratio"}  # only if step costs are measured
 
 
-def install_metrics() -> None:
+class _Metric(NamedTuple):
+    field: str  # of `StepReport`
+    name: str
+    text: str
+    divisor: float = 1
+    is_gauge: bool = False
+    timed: bool = False  # only if step costs are measured
+
+
+_METRICS = (
+    _Metric("requests", "step_requests", "Total requests over all steps."),
+    _Metric("nodes", "nodes", "Draft nodes verified, also of requests that have ended."),
+    _Metric("copied", "lookup_accepted_tokens", "Accepted draft tokens proposed only by lookup."),
+    _Metric("timed", "timed_steps", "Steps used to update step costs.", timed=True),
+    _Metric("measured_us", "measured_ms", "Measured time of the timed steps.", 1e3, timed=True),
+    _Metric("expected_us", "expected_ms", "Expected time of the timed steps.", 1e3, timed=True),
+    _Metric("chosen", "budget_nodes", "Draft nodes chosen for the latest step.", is_gauge=True),
+    _Metric("ratio", "expected_ratio", "Expected speed with drafts relative to plain steps; below "
+            "1, steps are plain.", 1e3, is_gauge=True, timed=True),
+)  # fmt: skip
+
+
+def install() -> None:
     """Count by depth in the front end, which has the registry and the log."""
     override(PrometheusStatLogger, "__init__", _prometheus)
     override(LoggingStatLogger, "__init__", _logging)
-    override(LLMEngine, "get_metrics", _metrics)
+    override(LLMEngine, "get_metrics", _get_metrics)
 
 
-def _prometheus(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_medusa(vllm_config.speculative_config):
-            return original(self, vllm_config, *args, **kwargs)
-        # shadows vLLM's class attribute in this object
+def _prometheus(
+    original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    is_ours = is_medusa(vllm_config.speculative_config)
+    if is_ours:  # shadows vLLM's class attribute in this object
         self._spec_decoding_cls = partial(TreeCounters, self, vllm_config)
-        original(self, vllm_config, *args, **kwargs)
+    original(self, vllm_config, *args, **kwargs)
+    if is_ours:
         self.medusa_registry = _registered_by_vllm()
-        return None
-
-    return __init__
 
 
 def _registered_by_vllm() -> CollectorRegistry:
@@ -123,16 +127,13 @@ def _registered_by_vllm() -> CollectorRegistry:
     return found
 
 
-def _metrics(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_metrics(self: Any) -> Any:
-        loggers = self.logger_manager.stat_loggers if self.logger_manager is not None else ()
-        for logger in loggers:
-            if (registry := getattr(logger, "medusa_registry", None)) is not None:
-                with patch.object(reader, "REGISTRY", registry):
-                    return original(self)
-        return original(self)
-
-    return get_metrics
+def _get_metrics(original: Callable[..., Any], self: Any) -> Any:
+    loggers = self.logger_manager.stat_loggers if self.logger_manager is not None else ()
+    for logger in loggers:
+        if (registry := getattr(logger, "medusa_registry", None)) is not None:
+            with patch.object(reader, "REGISTRY", registry):
+                return original(self)
+    return original(self)
 
 
 class TreeCounters:
@@ -160,30 +161,28 @@ class TreeCounters:
         self._updates: dict[int, list[tuple[str, Callable[[float], None], float]]] = {}
         if options.budget is None:
             return
+        self._updates = {engine: [] for engine in per_engine_labelvalues}
         steps = logger._counter_cls(
             name="vllm:medusa_steps",
             documentation="Steps by kind: tree (verified draft nodes), prefill (more than "
             "decode), heads (only drafted), plain.",
             labelnames=[*labelnames, "kind"],
         )
-        left_out = set() if options.lookup else {"copied"}
-        left_out |= _TIMED if isinstance(options.budget, int) else set()
-        metrics = {}
-        for field, (name, text, _) in _METRICS.items():
-            if field not in left_out:
-                gauge = {"multiprocess_mode": "mostrecent"} if field in _GAUGES else {}
-                make = logger._gauge_cls if field in _GAUGES else logger._counter_cls
-                metrics[field] = make(
-                    name=f"vllm:medusa_{name}", documentation=text, labelnames=labelnames, **gauge
-                )
         for engine, values in per_engine_labelvalues.items():
-            updates = self._updates.setdefault(engine, [])
-            for kind in KINDS:
-                updates.append((kind, steps.labels(*values, kind).inc, 1))
-            for field, metric in metrics.items():
+            self._updates[engine] += [(kind, steps.labels(*values, kind).inc, 1) for kind in KINDS]
+        for each in _METRICS:
+            if each.timed and isinstance(options.budget, int):
+                continue
+            if each.field == "copied" and not options.lookup:
+                continue
+            make = logger._gauge_cls if each.is_gauge else logger._counter_cls
+            mode = {"multiprocess_mode": "mostrecent"} if each.is_gauge else {}
+            name = f"vllm:medusa_{each.name}"
+            metric = make(name=name, documentation=each.text, labelnames=labelnames, **mode)
+            for engine, values in per_engine_labelvalues.items():
                 own = metric.labels(*values)
-                update = own.set if field in _GAUGES else own.inc
-                updates.append((field, update, _METRICS[field][2]))
+                update = own.set if each.is_gauge else own.inc
+                self._updates[engine].append((each.field, update, each.divisor))
 
     def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
         """Count a step."""
@@ -195,13 +194,12 @@ class TreeCounters:
                 update(getattr(report, field) / divisor)
 
 
-def _logging(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, vllm_config, *args, **kwargs)
-        if is_medusa(vllm_config.speculative_config):
-            self.spec_decoding_logging = DepthLogging(EngineOptions.of(vllm_config).depth)
-
-    return __init__
+def _logging(
+    original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    original(self, vllm_config, *args, **kwargs)
+    if is_medusa(vllm_config.speculative_config):
+        self.spec_decoding_logging = DepthLogging(EngineOptions.of(vllm_config).depth)
 
 
 class DepthLogging(SpecDecodingLogging):

@@ -121,21 +121,20 @@ OVERRIDES = (
 )
 
 
-def override(
-    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> bool:
-    """Replace ``owner.name`` by ``make(original)``, preserving static and class methods.
+def override(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by ``replacement(original, ...)``; a second call changes nothing.
 
-    Returns:
-        False if the attribute is our override already (vLLM may load plugins more than once).
-
+    Static and class methods stay such. vLLM may load plugins more than once.
     """
     raw = vars(owner)[name]
     kind = type(raw) if isinstance(raw, staticmethod | classmethod) else None
     original = raw.__func__ if kind else raw
     if getattr(original, _MARK, False):
-        return False
-    replacement = functools.wraps(original)(make(original))
-    setattr(replacement, _MARK, True)
-    setattr(owner, name, kind(replacement) if kind else replacement)
-    return True
+        return
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    setattr(call, _MARK, True)
+    setattr(owner, name, kind(call) if kind else call)

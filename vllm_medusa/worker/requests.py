@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -24,40 +25,33 @@ CANDIDATES = 4  # per draft of a request with a grammar
 GREEDY_BELOW = 1e-5  # vLLM's limit below which a temperature means greedy
 
 
-def install_request_check() -> None:
+def install() -> None:
     """Validate Medusa's request options in the front end, where a bad request fails alone."""
     override(SamplingParams, "_validate_spec_decode", _validate)
 
 
-def _validate(original: Callable[..., None]) -> Callable[..., None]:
-    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
-        original(self, speculative_config)
-        if not is_medusa(speculative_config):
-            return
-        from vllm.exceptions import VLLMValidationError
-
-        default = AcceptanceConfig(**speculative_config.medusa_acceptance)
-        try:
-            acceptance = RequestConfig.from_extra_args(self.extra_args, default)
-        except MedusaConfigError as error:
-            raise VLLMValidationError(
-                str(error), parameter="extra_args", value=shown(self.extra_args)
-            ) from error
-        if self.thinking_token_budget is not None:
-            if is_for_v2(speculative_config):
-                reason = "counts drafts as a chain in vLLM's V2 model runner. Omit it, or set"
-                reason += " VLLM_USE_V2_MODEL_RUNNER=0."
-            elif acceptance.mode == "typical":
-                reason = "needs lossless acceptance. Omit one of them."
-            else:
-                return
-            raise VLLMValidationError(
-                f"thinking_token_budget is {self.thinking_token_budget}, which {reason}",
-                parameter="thinking_token_budget",
-                value=self.thinking_token_budget,
-            )
-
-    return _validate_spec_decode
+def _validate(original: Callable[..., None], self: Any, speculative_config: Any) -> None:
+    original(self, speculative_config)
+    if not is_medusa(speculative_config):
+        return
+    default = AcceptanceConfig(**speculative_config.medusa_acceptance)
+    try:
+        acceptance = RequestConfig.from_extra_args(self.extra_args, default)
+    except MedusaConfigError as error:
+        given = shown(self.extra_args)
+        raise VLLMValidationError(str(error), parameter="extra_args", value=given) from error
+    budget = self.thinking_token_budget
+    if budget is None:
+        return
+    if is_for_v2(speculative_config):
+        reason = "counts drafts as a chain in vLLM's V2 model runner. Omit it, or set"
+        reason += " VLLM_USE_V2_MODEL_RUNNER=0."
+    elif acceptance.mode == "typical":
+        reason = "needs lossless acceptance. Omit one of them."
+    else:
+        return
+    name = "thinking_token_budget"
+    raise VLLMValidationError(f"{name} is {budget}, which {reason}", parameter=name, value=budget)
 
 
 def request_config(params: SamplingParams | None, default: AcceptanceConfig) -> RequestConfig:

@@ -27,21 +27,18 @@ class ServerStopped(EngineDeadError):
         return "The server was stopped before the response was complete. Retry on another server."
 
 
-def install_stopping() -> None:
+def install() -> None:
     """Fail open requests when the engine is stopped."""
     override(AsyncLLM, "shutdown", _shutdown)
 
 
-def _shutdown(original: Callable[..., None]) -> Callable[..., None]:
-    def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
-        global died
-        if not getattr(self, "stopped_once", False):
-            self.stopped_once = True
-            died |= hasattr(self, "engine_core") and self.errored
-        handler = getattr(self, "output_handler", None)
-        original(self, *args, **kwargs)
-        if handler is not None and is_medusa(self.vllm_config.speculative_config):
-            # in the requests' event loop, which runs in another thread
-            run_in_loop(handler.get_loop(), self.output_processor.propagate_error, ServerStopped())
-
-    return shutdown
+def _shutdown(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    global died
+    if not getattr(self, "stopped_once", False):
+        self.stopped_once = True
+        died |= hasattr(self, "engine_core") and self.errored
+    handler = getattr(self, "output_handler", None)
+    original(self, *args, **kwargs)
+    if handler is not None and is_medusa(self.vllm_config.speculative_config):
+        # in the requests' event loop, which runs in another thread
+        run_in_loop(handler.get_loop(), self.output_processor.propagate_error, ServerStopped())

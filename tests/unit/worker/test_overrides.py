@@ -12,11 +12,8 @@ from vllm_medusa.worker.overrides import OVERRIDES, override
 PACKAGE = Path(vllm_medusa.__file__).parent
 
 
-def twice(original: Callable[..., Any]) -> Callable[..., Any]:
-    def replacement(*args: Any) -> Any:
-        return 2 * original(*args)
-
-    return replacement
+def twice(original: Callable[..., Any], *args: Any) -> Any:
+    return 2 * original(*args)
 
 
 def make_owner() -> type:
@@ -41,7 +38,7 @@ def make_owner() -> type:
 def test_methods_keep_their_kind():
     owner = make_owner()
     for name in ("method", "static", "of"):
-        assert override(owner, name, twice)
+        override(owner, name, twice)
     assert owner().method(3) == 6
     assert owner.static(3) == owner().static(3) == 6
     assert owner.of(3) == ("Owner", 3, "Owner", 3)
@@ -55,7 +52,7 @@ def test_a_second_application_changes_nothing():
     for name in ("method", "static", "of"):
         override(owner, name, twice)
         first = inspect.getattr_static(owner, name)
-        assert not override(owner, name, twice)
+        override(owner, name, twice)
         assert inspect.getattr_static(owner, name) is first
     assert owner().method(3) == 6
 

@@ -145,11 +145,10 @@ def install_moves() -> None:
     override(ThinkingBudgetStateHolder, "sync_batch", _sync_batch)
 
 
-def _sync_batch(original: Callable[..., None]) -> Callable[..., None]:
-    def sync_batch(self: Any, batch_update: BatchUpdate | None) -> None:
-        for _, place, direction in batch_update.moved if batch_update else ():
-            if direction == MoveDirectionality.UNIDIRECTIONAL:
-                self._state.pop(place, None)
-        original(self, batch_update)
-
-    return sync_batch
+def _sync_batch(
+    original: Callable[..., None], self: Any, batch_update: BatchUpdate | None
+) -> None:
+    for _, place, direction in batch_update.moved if batch_update else ():
+        if direction == MoveDirectionality.UNIDIRECTIONAL:
+            self._state.pop(place, None)
+    original(self, batch_update)

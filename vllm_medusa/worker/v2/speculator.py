@@ -39,24 +39,23 @@ def install() -> None:
     override(model_runner, "init_speculator", _init_speculator)
 
 
-def _init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init_speculator(vllm_config: VllmConfig, device: torch.device, states: Any) -> Any:
-        if not is_medusa(vllm_config.speculative_config):
-            return original(vllm_config, device, states)
-        kind = TreeSpeculator
-        if is_eagle(vllm_config.speculative_config):
-            from vllm_medusa.worker.v2.eagle import EagleTreeSpeculator
+def _init_speculator(
+    original: Callable[..., Any], vllm_config: VllmConfig, device: torch.device, states: Any
+) -> Any:
+    if not is_medusa(vllm_config.speculative_config):
+        return original(vllm_config, device, states)
+    kind = TreeSpeculator
+    if is_eagle(vllm_config.speculative_config):
+        from vllm_medusa.worker.v2.eagle import EagleTreeSpeculator
 
-            kind = EagleTreeSpeculator
-        speculator = kind(vllm_config, device)
-        if speculator.trees.lookup is not None:
-            # vLLM's table of token ids is in host memory by default, but lookup searches
-            # all of it in each step. vLLM does the same for its own n-grams.
-            shape = states.max_num_reqs, states.max_model_len
-            states.all_token_ids = StagedWriteTensor(shape, dtype=torch.int32, device=states.device)
-        return speculator
-
-    return init_speculator
+        kind = EagleTreeSpeculator
+    speculator = kind(vllm_config, device)
+    if speculator.trees.lookup is not None:
+        # vLLM's table of token ids is in host memory by default, but lookup searches
+        # all of it in each step. vLLM does the same for its own n-grams.
+        shape = states.max_num_reqs, states.max_model_len
+        states.all_token_ids = StagedWriteTensor(shape, dtype=torch.int32, device=states.device)
+    return speculator
 
 
 class TreeSpeculator(DraftModelSpeculator):
