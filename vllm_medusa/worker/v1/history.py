@@ -145,9 +145,7 @@ def install_moves() -> None:
     override(ThinkingBudgetStateHolder, "sync_batch", _sync_batch)
 
 
-def _sync_batch(
-    original: Callable[..., None], self: Any, batch_update: BatchUpdate | None
-) -> None:
+def _sync_batch(original: Callable[..., None], self: Any, batch_update: BatchUpdate | None) -> None:
     for _, place, direction in batch_update.moved if batch_update else ():
         if direction == MoveDirectionality.UNIDIRECTIONAL:
             self._state.pop(place, None)
