@@ -2,9 +2,9 @@
 
     ms = speed * (plain(rows) + trees(draft nodes) + share of the heads * heads(requests))
 
-Each of the three is a curve through knots. A knot is a running estimate: a new observation moves
-it less, the more there were, and more, the older they are. ``speed`` follows all steps, since a
-whole machine gets faster and slower. (A Kalman filter with a diagonal covariance.)
+Each of the three is a curve through knots. A knot is a running estimate: the more observations it
+has, the less a new one moves it, and old observations count less. ``speed`` follows all steps,
+since a whole machine gets faster and slower. (A Kalman filter with a diagonal covariance.)
 """
 
 from __future__ import annotations

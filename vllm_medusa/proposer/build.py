@@ -52,8 +52,8 @@ class Branching(Protocol):
 
         Args:
             level: Depth of the nodes; 0 for the root.
-            tokens: int64 [B, k], the nodes' own tokens. The root's is the target's
-                gave last.
+            tokens: int64 [B, k], the nodes' own tokens; the root's is the token that the
+                target sampled last.
             parents: int64 [B, k], index of each node's parent among the nodes of the previous call;
                 0 for the root. Choices below an impossible node are not read.
             width: Number of choices, at least 1.

@@ -164,7 +164,8 @@ class Loop:
             self._save()
         raise NotFiniteError(
             f"step {self.step + 1} of {self.steps}: the losses are {sums.tolist()}, the "
-            f"gradient's norm {float(norm):.3g}. Lines of this batch "
-            f"{'with this problem' if bad else '(none has it alone)'}: {shown}. "
+            f"gradient's norm {float(norm):.3g}. "
+            f"{'The loss is not finite for' if bad else 'Each has a finite loss by itself:'} "
+            f"lines of this batch: {shown}. "
             "Try a lower --learning-rate, --precision float32, or remove the lines."
         )

@@ -12,9 +12,8 @@ in a batch are consecutive, so the distribution over head h's label at row n is 
 output for the state in row n + h + 1.
 
 With a draft vocabulary D, labels outside it have no loss. For a soft label, p over all V tokens,
-the loss is -sum of p(v) log q(v) over v in D, with p not renormalized over D: otherwise a position
-where D has little of p would weigh as much as any other. So p needs the target's whole LM head once
-per row.
+the loss is -sum of p(v) log q(v) over v in D. p is not rescaled to sum to 1 over D, so a position
+where D holds little of p has little weight. This needs the target's whole LM head once per row.
 """
 
 from __future__ import annotations

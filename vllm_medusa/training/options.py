@@ -31,7 +31,7 @@ WARMUP_STEPS, JOINT_WARMUP_STEPS = 50, 20
 
 
 class MachineOptions(Options):
-    """Device and dtype of the target in transformers: for `train`, `calibrate` and `tree`."""
+    """Device and dtype of the target in transformers: for `train` and `calibrate`."""
 
     device: str = option(
         "cpu, cuda, cuda:1...; auto: a GPU if available", default="auto", shown="auto"

@@ -43,8 +43,8 @@ def on_cuda() -> bool:
 def uses_v2_runner(parallel_config: Any) -> bool:
     """Whether vLLM will use its V2 model runner, by vLLM's own rule.
 
-    The vLLM config that decides this does not exist yet when a speculative config is created for
-    one of them; `checks` compares the two.
+    vLLM decides this on the finished config, which does not exist yet when the speculative config
+    is created. So its rule is repeated here, and `checks` compares the two answers later.
 
     Raises:
         MedusaConfigError: It was requested but can't run; vLLM's own error has less information.

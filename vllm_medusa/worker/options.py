@@ -98,9 +98,9 @@ def is_for_v2(speculative_config: Any) -> bool:
 class TreeSpeculativeConfig(SpeculativeConfig):
     """Drafts from heads; ``num_speculative_tokens`` counts draft nodes.
 
-    V2 refuses vLLM's Medusa by name. The method is called ``draft_model``: of the methods whose
-    drafts stay on the device, which V2 and the async scheduler check by name, it is the simplest.
-    There is no draft model, however: no layers, no KV cache and no slots.
+    The method is named ``draft_model``, because V2 refuses the name ``medusa``, and because V2 and
+    the async scheduler leave drafts on the device only for the methods on a list of names; this is
+    the simplest of them. There is no draft model: no layers, no KV cache and no slots.
     """
 
     def __post_init__(self) -> None:

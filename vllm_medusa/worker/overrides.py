@@ -68,6 +68,11 @@ OVERRIDES = (
         "vLLM's engines in one process have separate metrics.",
     ),
     Override(
+        "metrics.reader.REGISTRY",
+        "While LLMEngine.get_metrics reads the metrics of its own engine.",
+        "as for LLMEngine.get_metrics.",
+    ),
+    Override(
         "AsyncLLM.shutdown",
         "Fails open requests: on SIGTERM vLLM stops the engine, but streams wait for its tokens, "
         "and the server for the streams, until the clients disconnect.",

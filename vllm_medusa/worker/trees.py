@@ -37,9 +37,10 @@ from vllm_medusa.worker.requests import RequestOptions
 class Drafter(Protocol):
     """A drafter: Medusa or Hydra heads, or an EAGLE drafter.
 
-    Heads that draft from the target's hidden state are a case of `drafting.MedusaDrafter`,
-    `proposer.drafts.propose_tree` and `options._dynamic`, with a step in `proposer.steps`. For a
-    drafter with its own KV cache, like `eagle_trees.EagleTrees`, see CONTRIBUTING.md.
+    To add heads that read only the target's hidden state, add a branch to
+    `drafting.MedusaDrafter`, `proposer.drafts.propose_tree` and `options._dynamic`, and a step
+    class in `proposer.steps`. For a drafter with its own KV cache, like `eagle_trees.EagleTrees`,
+    see CONTRIBUTING.md.
     """
 
     tree: TreeTensors | None  # one static tree for all requests; None: dynamic trees

@@ -49,7 +49,8 @@ class MedusaModelRunner(CPUModelRunner):
         self._slots: dict[str, int] = {}  # of running requests; vLLM reorders its batch
         self._free = list(range(vllm_config.scheduler_config.max_num_seqs))
         self._drafts = TreeDrafts([], [])  # to be sent to the scheduler
-        # some request had a grammar: the scheduler then forces drafts, and counts steps without
+        # Some request had a grammar. The scheduler may then draft forced tokens in steps without
+        # heads, so it needs a message for each step, even an empty one.
         self._had_grammar = False
         self._shares_noise = self._options.shared_noise and draws_splitmix(self.sampler)
 

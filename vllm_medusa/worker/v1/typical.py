@@ -50,9 +50,10 @@ def typical_paths(
     """Choose the paths of the typical requests, with their rows processed as in plain decoding.
 
     Returns:
-        The tokens of a walk along them, int64 [B, D + 1], and the drafts that it may accept, int64
-        [B, N]. `NO_TOKEN` is a token to be sampled (the last one without ``greedy_root``, and all
-        of other requests), and a draft that is not on a typical request's path.
+        tokens: int64 [B, D + 1], to emit; `NO_TOKEN`: sample this one (of typical requests, only
+            the last without ``greedy_root``; of others, all).
+        drafts: int64 [B, N], those that the walk may accept; `NO_TOKEN`: not on the path of a
+            typical request.
 
     """
     requests = typical.mask.nonzero().flatten()  # [Q]
