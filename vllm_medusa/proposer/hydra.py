@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +103,7 @@ class HydraBeam:
 
 
 @functools.cache
-def _kernel() -> Callable[[Any, Any], int]:
+def _kernel() -> Callable[..., int]:
     function = cpu_library().hydra_trees
     function.argtypes, function.restype = (POINTER(_Hydra), c_void_p, POINTER(BeamCall)), c_int32
     return function  # type: ignore[no-any-return]

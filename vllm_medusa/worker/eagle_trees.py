@@ -171,8 +171,9 @@ class EagleTrees:
         if cache is not None and self.kernel is not None:
             starts = common.query_start_loc[:-1].to(torch.int64)
             rows = starts, last, paths.next_ids, paths.positions, common.slot_mapping, features
-            found = (each.to(features.dtype) for each in self.kernel.prefill(cache, table, *rows))
-            return Roots(*found, paths.ends, longest, table)
+            normed, hidden = self.kernel.prefill(cache, table, *rows)
+            dtype = features.dtype
+            return Roots(normed.to(dtype), hidden.to(dtype), paths.ends, longest, table)
         if self.method == "eagle3":
             features = self.model.combine_hidden_states(features)
         normed, hidden = self._forward(common, paths.next_ids, paths.positions, features)
