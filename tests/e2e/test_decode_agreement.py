@@ -171,11 +171,14 @@ def test_a_siblings_token_costs_acceptance(
         return expand(self, level, tokens if level == 0 else tokens.roll(1, 1), *args)
 
     def wrong_beam(self: HydraBeam, states: Any, root: Any, *args: Any) -> Any:
-        kept, other = self._hydra.embedding, self._kept[0].roll(1, 0)
-        other[root] = self._kept[0][root]
-        self._hydra.embedding = other.data_ptr()
+        used = self._hydra.embedding
+        kept, where = self._weights._kept, used.weight
+        (right,) = (each for each in kept if getattr(each, "data_ptr", int)() == where)
+        other = right.roll(1, 0)
+        other[root] = right[root]
+        used.weight = other.data_ptr()
         found = draft(self, states, root, *args)
-        self._hydra.embedding = kept
+        used.weight = where
         return found
 
     monkeypatch.setattr(HydraStep, "expand", wrong)

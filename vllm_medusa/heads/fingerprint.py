@@ -105,12 +105,15 @@ def match_target(
             f"{target} are quantized by {found['quantization']}. Whether the model is the same "
             "is unknown.",
         )
+    reason = "its weights have other values: another version, fine-tune or dtype"
+    for size in ("num_layers", "hidden_size", "vocab_size"):
+        if stored.get(size) is not None and stored[size] != found[size]:
+            reason = f"{size} is {found[size]}, not {stored[size]}"
     return TargetMatch(
         "different",
-        f"{name} were made for another target than {target} (its weights have other values: "
-        "another model, version or fine-tune, or a conversion to another dtype). The output is "
-        "correct, but few draft tokens will be accepted: use the target they were "
-        "trained on, or train heads for this one.",
+        f"{name} were made for another target than {target} ({reason}). The output is correct, but "
+        "few draft tokens will be accepted: use the target they were trained on, or train heads "
+        "for this one.",
     )
 
 

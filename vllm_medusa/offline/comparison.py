@@ -212,7 +212,11 @@ def conclusion(document: dict[str, Any]) -> str:
     different, requests = (sum(row[n] for row in rows) for n in ("differing_requests", "requests"))
     said = [f"All tokens of {requests} requests equal plain vLLM's."]
     if different:
-        said = [f"{different} of {requests} requests differ from plain vLLM's."]
+        first = next(each for row in rows for each in row["differences"])
+        said = [
+            f"{different} of {requests} requests differ from plain vLLM's, the first "
+            f"({first['request_id']}) at token {first['position']}."
+        ]
         said.append(
             "This must not happen in float32: please report it."
             if dtype == "float32"

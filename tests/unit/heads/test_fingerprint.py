@@ -183,6 +183,8 @@ def test_match(heads, tmp_path):
     assert other.verdict == "different"
     assert "The heads in H were made for another target" in other.warning
     assert "fine-tune" in other.warning
+    smaller = match_target(heads(target, num_layers=5, sha256="0"), target)
+    assert "num_layers is 3, not 5" in smaller.warning
 
 
 def test_failed_comparisons_are_reported(heads, tmp_path, monkeypatch):
