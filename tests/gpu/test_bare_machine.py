@@ -1,4 +1,4 @@
-"""The GPU tests need only torch, Triton and pytest; those that need vLLM must still be collected.
+"""GPU tests need torch, Triton, pytest and pydantic; those that need vLLM are at least collected.
 
 Here they run in a process that refuses all other packages. Without a GPU it interprets one test of
 each file, so that late imports of tests and package are covered too.
@@ -24,7 +24,7 @@ QUICK = (  # one test of each file that has interpreted ones
 BARE = """
 import importlib.metadata as metadata, importlib.abc, re, sys
 
-allowed, waiting = {"vllm-medusa"}, ["torch", "triton", "pytest", "numpy"]
+allowed, waiting = {"vllm-medusa"}, ["torch", "triton", "pytest", "numpy", "pydantic"]
 while waiting:
     name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
     if name not in allowed:
@@ -39,7 +39,7 @@ modules = {
     for module, packages in metadata.packages_distributions().items()
     if not {re.sub(r"[-_.]+", "-", package).lower() for package in packages} & allowed
 }
-assert {"vllm", "pydantic", "transformers", "hypothesis"} <= modules, sorted(modules)
+assert {"vllm", "safetensors", "transformers", "hypothesis"} <= modules, sorted(modules)
 
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):

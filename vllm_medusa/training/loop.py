@@ -162,10 +162,11 @@ class Loop:
             shown += f" and {len(lines) - _SHOWN_LINES} more"
         if all(bool(p.isfinite().all()) for p in self.parameters):
             self._save()
+        found = f"The loss of these lines is not finite: {shown}."
+        if not bad:
+            found = f"The batch has lines {shown}; each has a finite loss by itself."
         raise NotFiniteError(
             f"step {self.step + 1} of {self.steps}: the losses are {sums.tolist()}, the "
-            f"gradient's norm {float(norm):.3g}. "
-            f"{'The loss is not finite for' if bad else 'Each has a finite loss by itself:'} "
-            f"lines of this batch: {shown}. "
+            f"gradient's norm {float(norm):.3g}. {found} "
             "Try a lower --learning-rate, --precision float32, or remove the lines."
         )

@@ -192,7 +192,7 @@ def test_a_non_finite_loss_stops_and_names_its_line(target, records, tmp_path):
             return found
 
         states.read = corrupted
-        with pytest.raises(NotFiniteError, match=r"step 8 of .* this problem: 2\."):
+        with pytest.raises(NotFiniteError, match=r"step 8 of .* is not finite: 2\."):
             made.train()
         state = made.stage.load()
     assert state is not None and state["step"] == 7
