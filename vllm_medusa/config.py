@@ -31,6 +31,7 @@ class _Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     label: ClassVar[str]
+    names: ClassVar[dict[str, str]] = {}  # a field's name for users, if it differs
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -105,6 +106,7 @@ class RequestConfig(AcceptanceConfig):
     """
 
     label: ClassVar[str] = "Medusa request option"
+    names: ClassVar[dict[str, str]] = {"mode": "acceptance"}
 
     max_draft_tokens: int | None = Field(
         default=None, ge=0, description="an integer of 0 or more; omit it for no limit"
@@ -139,6 +141,8 @@ class RequestConfig(AcceptanceConfig):
                 '{"acceptance": "typical"}, or its JSON as a string.'
             )
         given = {str(key): value for key, value in options.items()}
+        if "mode" in given:
+            raise MedusaConfigError(f"{cls.label} 'mode' is unknown; its name is \"acceptance\".")
         given["mode"] = given.pop("acceptance", default.mode)
         return cls(**(given if given["mode"] != default.mode else default.model_dump() | given))
 
@@ -406,7 +410,7 @@ def _explained(kind: type[_Options], error: ValidationError) -> str:
         if problem["type"] == "value_error":
             sentence = str(problem["ctx"]["error"])
         elif problem["type"] == "extra_forbidden":
-            allowed = tuple(kind.model_fields)
+            allowed = tuple(kind.names.get(field, field) for field in kind.model_fields)
             hint = did_you_mean(name, allowed)
             if name in AcceptanceConfig.model_fields and "acceptance" in allowed:
                 hint = '; it belongs in {"acceptance": {"mode": "typical", "epsilon": 0.1}}'
@@ -414,7 +418,8 @@ def _explained(kind: type[_Options], error: ValidationError) -> str:
         else:
             field = kind.model_fields[name]
             given = "missing" if problem["type"] == "missing" else shown(problem["input"])
-            sentence = f"{kind.label} {name} is {given}; use {field.description}."
+            shown_name = kind.names.get(name, name)
+            sentence = f"{kind.label} {shown_name} is {given}; use {field.description}."
         if sentence not in sentences:
             sentences.append(sentence)
     return " ".join(sentences)
