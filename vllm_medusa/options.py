@@ -72,6 +72,7 @@ Source = Annotated[
     str, BeforeValidator(str), AfterValidator(_source)
 ]  # a folder, a file or a hub name
 Model = Annotated[str, BeforeValidator(str), AfterValidator(_model)]  # folder, hub name
+Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 FromZero = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # in vLLM, -1 means no seed

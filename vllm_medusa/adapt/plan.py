@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.files import (
+    FileRefused,
     digest,
     digest_json,
     free_bytes,
@@ -70,7 +71,10 @@ def check(options: AdaptOptions, progress: Progress) -> Plan:
             f"adapt needs {', '.join(missing)}: pip install 'vllm-medusa[cpu,train]', with a GPU "
             "'vllm-medusa[cuda,train]'."
         )
+    from vllm_medusa.training.train import settle_shape
+
     _check_output(options)
+    settle_shape(options.heads)
     prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
     different = len({(p.text, p.turns, json.dumps(p.history)) for p in prompts})
     if different < 2:
@@ -124,6 +128,8 @@ def written_by_adapt(folder: Path) -> str | None:
 def _check_output(options: AdaptOptions) -> None:
     """Refuse an output that can't be made, or that contains inputs."""
     output = options.output
+    if output.exists() and not output.is_dir():
+        raise FileRefused(f"--output {output} is a file. Choose a folder for the heads.")
     place = output.resolve()  # a link is kept, and its destination is replaced
     for path in (output, place):
         require_parent(path)

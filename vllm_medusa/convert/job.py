@@ -118,10 +118,10 @@ def _check_output(options: ConvertOptions) -> None:
             )
     if not path.exists() and not path.is_symlink():
         return
-    if not options.overwrite:
-        raise HeadsError(f"{path} exists: choose another output, or pass --overwrite to replace it")
     if not path.is_dir() or path.is_symlink():
         raise HeadsError(f"{path} is not a folder: choose another output")
+    if not options.overwrite:
+        raise HeadsError(f"{path} exists: choose another output, or pass --overwrite to replace it")
     refuse_strangers(path, ("config.json", *_WEIGHTS))
     entries = sorted(path.iterdir())
     if drafter_method(path) is None:

@@ -133,10 +133,16 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     """Find a checkpoint in a folder, a file, or a model of the hub (downloaded once, then cached).
 
     Raises:
-        HeadsError: There is none, or the hub is unreachable and it was not downloaded before.
+        HeadsError: There is none, the hub is unreachable and it was not downloaded before, or a
+            local one has a revision.
 
     """
     path = Path(source).expanduser()
+    if revision is not None and path.exists():
+        raise HeadsError(
+            f"revision {revision!r} was set for the local {source}; only a hub name has "
+            "revisions. Omit it"
+        )
     if path.is_file():
         return _from_file(path, lambda names: path.parent, str(source))
     if path.is_dir():
@@ -284,8 +290,9 @@ def _load_pickle(path: Path) -> Mapping[str, Tensor]:
         raise
     except Exception as error:  # invalid pickles raise anything; torch suggests running their code
         raise HeadsError(
-            f"{path} is not a file of plain tensors ({type(error).__name__}). Other pickles are "
-            "unsafe: they may run code. Convert it to safetensors at its source"
+            f"{path} is not a file of plain tensors written by torch ({type(error).__name__}). "
+            "Other pickles are unsafe: they may run code. Convert them to safetensors at their "
+            "source; for any other file, pass the heads' folder instead"
         ) from error
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()

@@ -19,11 +19,13 @@ from vllm_medusa.options import (
     Seed,
     Share,
     Source,
+    Text,
     option,
 )
 from vllm_medusa.tree.topology import MAX_NODES
 
 TreeSize = Annotated[int, Field(ge=1, lt=MAX_NODES)]  # draft nodes
+TopK = Annotated[int, Field(ge=-1)]
 Samples = Annotated[int, Field(ge=1, le=10_000)]
 OnBadLine = Literal["refuse", "skip"]
 
@@ -34,7 +36,7 @@ class PromptFile(Options):
     title = "files"
     prompts: Path = option("a file of prompts: .txt, .jsonl or .parquet", "-i")
     output: Path = option("file for results, as JSON lines", "-o")
-    column: str | None = option(
+    column: Text | None = option(
         "key or column of the prompt (default: prompt, messages or turns)", default=None
     )
     on_bad_line: OnBadLine = option("bad lines: refuse the file, or skip them", default="refuse")
@@ -96,8 +98,8 @@ class PromptJob(EngineOptions, Speculation, PromptFile):
     model: Model = option("the target: a folder or a hub name", positional=True)
     max_tokens: Positive = option("max tokens per answer", default=256)
     top_p: Share = option(default=1.0)
-    top_k: int = option("number of tokens; 0 or -1: all", default=0, shown="")
-    stop: tuple[str, ...] = option("strings that end an answer", default=(), metavar="TEXT")
+    top_k: TopK = option("number of tokens; 0 or -1: all", default=0, shown="")
+    stop: tuple[Text, ...] = option("strings that end an answer", default=(), metavar="TEXT")
 
     def check(self) -> None:
         """See `Options.check`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.heads.eagle import drafter_method, inspect_eagle
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import write_records
+from vllm_medusa.options import described
 from vllm_medusa.training.curves import draw_curves
 from vllm_medusa.training.inputs import Inputs
 from vllm_medusa.training.job import Job
@@ -76,7 +77,7 @@ def train(
         else:
             progress = SILENT
         found = Inputs(options, progress)
-        options = replace(options, heads=_settle_shape(options.heads))
+        options = replace(options, heads=settle_shape(options.heads))
         job = Job(options, found, workers, progress, command)
         (train_medusa2 if options.method == "medusa-2" else train_alone)(job)
         if workers.main and files.heldout is None and found.heldout:
@@ -93,7 +94,7 @@ def train(
         raise ValueError(f"in process {workers.rank}: {error}") from error
 
 
-def _settle_shape(heads: HeadOptions) -> HeadOptions:
+def settle_shape(heads: HeadOptions) -> HeadOptions:
     """The options with the shape of the heads to continue from, if there are any.
 
     Raises ValueError: they are of another kind, or another shape is requested.
@@ -108,13 +109,12 @@ def _settle_shape(heads: HeadOptions) -> HeadOptions:
         info = peek_heads(start)
         found = {"kind": "hydra" if info.is_hydra else "medusa"}
         found |= {"num_heads": info.num_heads, "num_layers": info.num_layers}
-    defaults = {field.name: field.default for field in fields(HeadOptions)}
-    for name, value in found.items():
-        requested, flag = getattr(heads, name), "--" + name.replace("_", "-")
-        if requested != value and (name == "kind" or requested != defaults[name]):
+    for option in described(type(heads)):
+        requested, value = getattr(heads, option.name), found.get(option.name)
+        other = value is not None and requested != value
+        if other and (option.name == "kind" or requested != option.default):
             raise ValueError(
-                f"{flag.replace('--kind', '--heads')} is {requested}, but --start-heads {start} "
-                f"has {value}. Use {value}."
+                f"{option.flag} is {requested}, but --start-heads {start} has {value}. Use {value}."
             )
     return replace(heads, **found)
 

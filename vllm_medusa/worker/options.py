@@ -204,11 +204,6 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
             None, None, none, config.acceptance, config.budget or "auto", lookup=True
         )
     source = config.model or model_config.model
-    if config.revision is not None and Path(source).exists():
-        raise MedusaConfigError(
-            f"revision {config.revision!r} was set for heads in the local {source}; only a hub "
-            "name has revisions. Omit it."
-        )
     try:
         info = peek_heads(source, revision=config.revision)
     except HeadsError as error:

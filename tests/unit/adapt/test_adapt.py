@@ -57,6 +57,10 @@ def test_an_engine_too_short_for_the_prompts(refused):
     assert "the target's limit before an answer is 3" in refused("--max-model-len", "10")
 
 
+def test_no_heads_to_start_from(refused):
+    assert "no such file or folder" in refused("--start-heads", "/none")
+
+
 def test_too_few_prompts(refused, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 20)
     assert "1 distinct prompt; at least 2" in refused()
@@ -81,7 +85,7 @@ def test_a_foreign_output_is_left_unchanged(refused, output):
     assert "choose" in refused("--overwrite").lower()
     file = output.rename(output.with_name("aside")) / "notes.txt"
     file.rename(output)
-    assert "choose" in refused("--overwrite").lower()
+    assert f"{output} is a file. Choose a folder" in refused("--overwrite")
     assert output.read_text() == "mine"
 
 

@@ -94,6 +94,9 @@ def test_a_conversation_is_complete_after_a_kill_between_its_lines(prompts, tmp_
         (["--conversations", "2"], "either --prompts FILE, or --conversations"),
         (["--conversations", "2", "--self-talk"], "either --prompts FILE, or --conversations"),
         (["--seed", "-1"], "'-1' is not allowed; input should be greater"),
+        (["--top-k", "-5"], "'-5' is not allowed; input should be greater"),
+        (["--stop", ".", ""], "'' is not allowed; string should have at least 1"),
+        (["--column", ""], "'' is not allowed; string should have at least 1"),
         (["--speculative-config", '{"acceptance": "typical"}'], "the target's own distribution"),
     ],
 )

@@ -67,6 +67,12 @@ def test_neither_path_nor_hub_name(source):
         peek_heads(source)
 
 
+def test_a_local_folder_has_no_revision(tmp_path):
+    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
+    with pytest.raises(HeadsError, match="'main' was set for the local"):
+        peek_heads(tmp_path, revision="main")
+
+
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_invalid_configs(text, tmp_path):
     write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
