@@ -32,7 +32,7 @@ from benchmarks.gpu.model import TINY as TINY_SHAPE
 from vllm_medusa.job import Progress
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.options import Options, Positive, option
-from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.tree.draft_trees import DraftTrees
 
 HEADS = 5
 MODELS = {shape.name: shape for shape in (LLAMA_2_7B, LLAMA_3_8B, TINY_SHAPE)}

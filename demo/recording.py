@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.files import read_json, write_json
-from vllm_medusa.offline.batch import Acceptance
+from vllm_medusa.offline.batch import AcceptanceCounts
 
 FORMAT = "vllm-medusa demo 1"
 
@@ -54,9 +54,9 @@ class Take:
         return self.steps[-1].at
 
     @property
-    def acceptance(self) -> Acceptance:
+    def acceptance(self) -> AcceptanceCounts:
         """Accepted draft tokens of its steps."""
-        return Acceptance.of([len(step.pieces) for step in self.steps])
+        return AcceptanceCounts.of([len(step.pieces) for step in self.steps])
 
     def done(self, clock: float) -> list[Step]:
         """The steps that had ended ``clock`` seconds after the request."""
@@ -202,13 +202,13 @@ def _figures(temperature: float, runs: Sequence[Run]) -> Figures:
         return sum(len(take.token_ids) for take in takes) / sum(take.seconds for take in takes)
 
     plain, drafted = [run.plain for run in runs], [run.drafted for run in runs]
-    total = Acceptance.summed(take.acceptance for take in drafted)
+    total = AcceptanceCounts.summed(take.acceptance for take in drafted)
     return Figures(
         temperature,
         speed(plain),
         speed(drafted),
         total.tau,
-        Acceptance.summed(take.acceptance for take in plain).steps,
+        AcceptanceCounts.summed(take.acceptance for take in plain).steps,
         total.steps,
         sum(run.identical for run in runs),
         len(runs),

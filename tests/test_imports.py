@@ -39,14 +39,14 @@ PACKAGES = {  # package -> the packages it may import; all may read the version
     "training": CORE | BASE | {"decode", "offline", "kernels"},
     "calibration": CORE | BASE | {"decode", "offline", "training"},  # its records, its target
     "adapt": CORE | BASE | {"offline", "training", "calibration"},
-    "worker": CORE | {"budget", "lookup", "plugin", "kernels"},
-    "plugin": set(),  # refers to the worker by name
+    "integration": CORE | {"budget", "lookup", "plugin", "kernels"},
+    "plugin": set(),  # refers to its classes by name
     "cli": CORE
     | BASE
     | {"adapt", "decode", "offline", "convert", "training", "calibration", "plugin"},
     "__init__": CORE | {"decode"},  # public names, on first use
 }
-VLLM_INTERNALS = {"worker", "plugin"}  # the only packages that use vLLM's internals
+VLLM_INTERNALS = {"integration", "plugin"}  # the only packages that use vLLM's internals
 PUBLIC_VLLM = {  # name in vLLM's public interface -> other packages that may import it
     "vllm.LLM": {"offline", "training"},
     "vllm.sampling_params.RequestOutputKind": {"offline"},
@@ -90,7 +90,8 @@ def import_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
         top, _, rest = module.partition(".")
         if top == PACKAGE:
             target = rest.partition(".")[0] or (name if name in PACKAGES else "")
-            by_string = isinstance(node, ast.Call) and package == "plugin" and target == "worker"
+            of_plugin = package == "plugin" and target == "integration"
+            by_string = isinstance(node, ast.Call) and of_plugin
             if target and target != package and target not in PACKAGES[package] and not by_string:
                 yield f"{package} imports {target}"
             if not target and name not in (None, "__version__"):
@@ -101,7 +102,7 @@ def import_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
                 yield f"{package} imports {dotted}"
         if package == "__init__" and top in ("torch", "vllm"):
             yield f"the package itself imports {top}"
-        if top == "transformers" and package != "worker" and node in getattr(tree, "body", ()):
+        if top == "transformers" and package != "integration" and node in getattr(tree, "body", ()):
             yield "transformers, which takes seconds, is imported before it is needed"
 
 
@@ -124,17 +125,17 @@ def place_violations(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
                 if package != "cli":
                     yield "print outside cli/"
             case ast.BinOp(op=ast.LShift() | ast.RShift() | ast.BitAnd() | ast.BitOr()):
-                own = is_kernel or path == PurePosixPath("tree/packing.py")
+                own = is_kernel or path == PurePosixPath("tree/ancestors.py")
                 if not own and "ancestor_bits" in ast.unparse(node):
-                    yield "ancestor bits taken apart outside tree/packing.py"
+                    yield "ancestor bits taken apart outside tree/ancestors.py"
             case (
                 ast.Attribute(value=ast.Name("vllm"), attr="__version__")
                 | ast.Call(func=ast.Name("hasattr"), args=[ast.Name("vllm") | ast.Attribute(), *_])
             ):
                 probe = ast.unparse(node)
-                own = path in (PurePosixPath("plugin.py"), PurePosixPath("worker/compat.py"))
+                own = path in (PurePosixPath("plugin.py"), PurePosixPath("integration/compat.py"))
                 if not own and re.search(r"\bvllm\.|\(vllm\b", probe):
-                    yield "version probe outside plugin.py and worker/compat.py"
+                    yield "version probe outside plugin.py and integration/compat.py"
 
 
 def _is_triton_jit(decorator: ast.expr) -> bool:
@@ -142,14 +143,14 @@ def _is_triton_jit(decorator: ast.expr) -> bool:
     return ast.unparse(called) in ("triton.jit", "jit")
 
 
-def worker_strings(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
-    """A dotted name of the worker in a string is a hidden import."""
+def hidden_imports(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
+    """A dotted name of the integration in a string is a hidden import."""
     if package_of(path) in VLLM_INTERNALS:
         return
     for node in ast.walk(tree):
         text = node.value if isinstance(node, ast.Constant) else None
-        if isinstance(text, str) and re.fullmatch(rf"{PACKAGE}\.worker[\w.:]*", text):
-            yield f"{package_of(path)} refers to worker by name"
+        if isinstance(text, str) and re.fullmatch(rf"{PACKAGE}\.integration[\w.:]*", text):
+            yield f"{package_of(path)} refers to integration by name"
 
 
 def violations(path: str | PurePosixPath, source: str) -> list[str]:
@@ -161,7 +162,7 @@ def violations(path: str | PurePosixPath, source: str) -> list[str]:
     found = [
         *import_violations(tree, path),
         *place_violations(tree, path),
-        *worker_strings(tree, path),
+        *hidden_imports(tree, path),
     ]
     return sorted(set(found))
 
@@ -180,23 +181,31 @@ def test_every_file_follows_the_rules(file):
         ("heads/model.py", "importlib.import_module('vllm.config')", "heads imports vllm"),
         ("training/data.py", "from vllm.v1.engine import LLM", "training imports vllm"),
         ("__init__.py", "import torch", "the package itself imports torch"),
-        ("decode.py", "from vllm_medusa import worker", "decode imports worker"),
-        ("decode.py", "from . import worker", "decode imports worker"),
-        ("plugin.py", "from vllm_medusa.worker import v1", "plugin imports worker"),
-        ("cli/main.py", "x = 'vllm_medusa.worker.v1.runner:Runner'", "cli refers to worker"),
+        ("decode.py", "from vllm_medusa import integration", "decode imports integration"),
+        ("decode.py", "from . import integration", "decode imports integration"),
+        ("plugin.py", "from vllm_medusa.integration import v1", "plugin imports integration"),
+        ("cli/main.py", "x = 'vllm_medusa.integration.v1.r:Runner'", "cli refers to integration"),
         ("decode.py", "from transformers import DynamicCache", "transformers, which takes seconds"),
         ("proposer/__init__.py", "from vllm_medusa.sampler import x", "proposer imports sampler"),
         ("scorer/cpu.py", "from .. import proposer", "scorer imports proposer"),
         ("sampler/path.py", "from vllm_medusa import MedusaHeads", "sampler imports the public"),
-        ("worker/a.py", "os.environ['A'] = '1'", "environ outside config.py"),
+        ("integration/a.py", "os.environ['A'] = '1'", "environ outside config.py"),
         ("cli/a.py", "x = os.getenv('A')", "environ outside config.py"),
         ("cli/a.py", "from os import environ", "environ outside config.py"),
         ("scorer/cpu.py", "@triton.jit\ndef f(): ...", "triton.jit outside a kernel.py"),
         ("kv/x.py", "@jit\ndef f(): ...", "triton.jit outside a kernel.py"),
-        ("worker/a.py", "def f():\n    print('x')", "print outside cli/"),
+        ("integration/a.py", "def f():\n    print('x')", "print outside cli/"),
         ("scorer/cpu.py", "x = tree.ancestor_bits[i] >> 3", "ancestor bits taken apart outside"),
-        ("worker/a.py", "v = vllm.__version__", "version probe outside plugin.py and worker"),
-        ("worker/a.py", "hasattr(vllm.config, 'x')", "version probe outside plugin.py and worker"),
+        (
+            "integration/a.py",
+            "v = vllm.__version__",
+            "version probe outside plugin.py and integration",
+        ),
+        (
+            "integration/a.py",
+            "hasattr(vllm.config, 'x')",
+            "version probe outside plugin.py and integration",
+        ),
         ("utils.py", "x = 1", "utils is not a known package"),
     ],
 )

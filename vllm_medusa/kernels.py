@@ -39,7 +39,7 @@ def cpu_library() -> Any:
         "proposer/hydra.cpp",
         "proposer/eagle.cpp",
         "sampler/greedy.cpp",
-        "kv/packed.cpp",
+        "kv/cpu.cpp",
     )
     source = "\n".join((Path(__file__).parent / part).read_text() for part in parts)
     try:

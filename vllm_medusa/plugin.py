@@ -17,7 +17,7 @@ from importlib import metadata
 from types import ModuleType
 
 SUPPORTED_VLLM = ((0, 32), (0, 33))
-HOOKS = "vllm_medusa.worker.engine_args"
+HOOKS = "vllm_medusa.integration.engine_args"
 _ARG_UTILS = "vllm.engine.arg_utils"
 _registered = False
 
@@ -78,7 +78,7 @@ def set_up_command_line() -> None:
 
 def engine_died() -> bool:
     """Whether a server's engine in this process died before it was stopped."""
-    return bool(getattr(sys.modules.get("vllm_medusa.worker.stopping"), "died", False))
+    return bool(getattr(sys.modules.get("vllm_medusa.integration.stopping"), "died", False))
 
 
 def _release(version: str) -> tuple[int, ...]:

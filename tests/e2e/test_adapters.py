@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.worker.target import adapters_left_out, store_target_rows
+from vllm_medusa.integration.target import adapters_left_out, store_target_rows
 
 pytestmark = pytest.mark.engine
 

@@ -26,12 +26,12 @@ from vllm import LLM, SamplingParams
 
 from vllm_medusa.decode import DecodeResult, decode
 from vllm_medusa.heads.checkpoint import load_heads, peek_heads
+from vllm_medusa.integration.drafting import MedusaDrafter
+from vllm_medusa.integration.request_trees import RequestTrees
 from vllm_medusa.proposer.hydra import HydraBeam
 from vllm_medusa.proposer.steps import HydraStep
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.tree import TokenTree, load_preset
-from vllm_medusa.worker.drafting import MedusaDrafter
-from vllm_medusa.worker.trees import Trees
 
 pytestmark = pytest.mark.engine
 
@@ -120,14 +120,14 @@ def test_hidden_state_of_the_wrong_node(
     running: Running, fitted_case: Fitted, monkeypatch: Patch, wrong: Callable[[Verdict], Verdict]
 ) -> None:
     """A negative control: tokens stay equal, acceptance drops."""
-    end = Trees.end
+    end = RequestTrees.end
 
-    def drafting(self: Trees) -> Any:
+    def drafting(self: RequestTrees) -> Any:
         if self.verdict is not None:
             self.verdict = wrong(self.verdict)
         return end(self)
 
-    monkeypatch.setattr(Trees, "end", drafting)
+    monkeypatch.setattr(RequestTrees, "end", drafting)
     found, right = acceptance(running, fitted_case)
     assert found < 0.85 * right
 

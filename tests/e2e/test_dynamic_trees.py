@@ -31,13 +31,13 @@ from vllm_medusa.budget import policy
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.decode import decode
 from vllm_medusa.heads.checkpoint import load_heads
-from vllm_medusa.heads.packed import PackedHeads
+from vllm_medusa.heads.cpu import PackedHeads
+from vllm_medusa.integration import startup_timing
+from vllm_medusa.integration.metrics import KINDS
+from vllm_medusa.integration.options import TreeSettings
+from vllm_medusa.integration.request_trees import RequestTrees
+from vllm_medusa.integration.v1 import runner
 from vllm_medusa.tree.dynamic import DynamicTree
-from vllm_medusa.worker import practice
-from vllm_medusa.worker.metrics import KINDS
-from vllm_medusa.worker.options import EngineOptions
-from vllm_medusa.worker.trees import Trees
-from vllm_medusa.worker.v1 import runner
 
 pytestmark = pytest.mark.engine
 
@@ -76,7 +76,7 @@ def test_accepts_what_the_oracle_accepts(budget: int) -> None:
         engine(TARGET, dynamic(TRAINED_HEADS, budget)) as llm,
         recorded_steps() as steps,
     ):
-        tree = EngineOptions.of(llm.llm_engine.vllm_config).tree
+        tree = TreeSettings.of(llm.llm_engine.vllm_config).tree
         assert isinstance(tree, DynamicTree) and tree.num_draft_tokens == budget
         got = complete(llm, prompts, [greedy(length) for length in lengths])
     heads, _ = load_heads(
@@ -114,21 +114,21 @@ def test_random_topologies(llm: LLM, reference: Reference, monkeypatch: Patch) -
 
 def of_another_request(patch: Patch) -> None:
     """A request is verified with the topology of another."""
-    kept = Trees.topologies
+    kept = RequestTrees.topologies
 
-    def wrong(self: Trees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
+    def wrong(self: RequestTrees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
         drafted = (counts > 1).nonzero().flatten()
         slots = slots.index_copy(0, drafted, slots[drafted].roll(-1))
         return kept(self, slots, width, counts)
 
-    patch.setattr(Trees, "topologies", wrong)
+    patch.setattr(RequestTrees, "topologies", wrong)
 
 
 def off_by_one(patch: Patch) -> None:
     """The parents start one node late."""
-    kept = Trees.topologies
+    kept = RequestTrees.topologies
 
-    def wrong(self: Trees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
+    def wrong(self: RequestTrees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
         now = self.parents.clone()
         late = now[:, 1:].roll(-1, 1).minimum(torch.arange(now.shape[1] - 1))
         self.parents[:, 1:] = late
@@ -137,7 +137,7 @@ def off_by_one(patch: Patch) -> None:
         finally:
             self.parents.copy_(now)
 
-    patch.setattr(Trees, "topologies", wrong)
+    patch.setattr(RequestTrees, "topologies", wrong)
 
 
 CONTROLS = [of_another_request, off_by_one]
@@ -199,8 +199,8 @@ def automatic(
             each.cost.observe(rows, requests, heads, 1.5 + 0.1 * rows + heads)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(practice._Script, "observe", observe)
-        patch.setattr(practice, "SECONDS", 300.0)  # complete all steps on a busy machine
+        patch.setattr(startup_timing._Script, "observe", observe)
+        patch.setattr(startup_timing, "SECONDS", 300.0)  # complete all steps on a busy machine
         with engine(chaotic_llama, config, **FEW_ROWS) as first:
             assert policy_of(first).cost.steps > 20
         # the very first is slow, and so is one after plain steps

@@ -25,10 +25,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_medusa.budget.policy import Fixed
+from vllm_medusa.integration import cpu_attention
+from vllm_medusa.integration.eagle_trees import EagleTrees, PendingTokens
 from vllm_medusa.noise import Seeds
 from vllm_medusa.proposer.eagle import MAX_ROWS
-from vllm_medusa.worker import cpu_attention
-from vllm_medusa.worker.eagle_trees import EagleTrees, PendingTokens
 
 pytestmark = pytest.mark.engine
 
@@ -61,7 +61,7 @@ def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
 
     The drafter is as saved by `train`: vLLM's own loader reads it.
     """
-    from vllm_medusa.worker.v1.eagle import EagleModelRunner
+    from vllm_medusa.integration.v1.eagle import EagleModelRunner
 
     length = 3
     AttentionBackendEnum.CPU_ATTN.clear_override()

@@ -23,9 +23,9 @@ from support.runner import ON_V2, async_scheduling, compaction, on_v1, sized
 from support.spies import assert_reported, mean_accepted, recorded_steps, tree_rows
 from vllm import LLM
 
+from vllm_medusa.integration import cpu_attention
+from vllm_medusa.integration.request_trees import RequestTrees
 from vllm_medusa.tree import TokenTree
-from vllm_medusa.worker import cpu_attention
-from vllm_medusa.worker.trees import Trees
 
 pytestmark = pytest.mark.engine
 
@@ -138,7 +138,7 @@ def causal_mask(patch: Patch) -> None:
 
 def positions_by_slot(patch: Patch) -> None:
     """vLLM's own positions: node i is i after its root."""
-    patch.setattr(Trees, "write_positions", lambda *args: None)
+    patch.setattr(RequestTrees, "write_positions", lambda *args: None)
 
 
 CONTROLS = [no_compaction, compaction_of_one_layer, causal_mask, positions_by_slot]

@@ -17,9 +17,9 @@ from support.reference import differing, plain_greedy
 from support.spies import recorded_steps, tree_rows
 from vllm import LLM, SamplingParams
 
+from vllm_medusa.integration import startup_timing
 from vllm_medusa.lookup import lookup as lookup_module
 from vllm_medusa.lookup.lookup import Lookup
-from vllm_medusa.worker import practice
 
 pytestmark = pytest.mark.engine
 
@@ -50,8 +50,8 @@ def expected(chaotic_llama: str) -> tuple[list[list[int]], list[Completion]]:
 def llm(chaotic_llama: str, expected: Any) -> Iterator[LLM]:
     """No heads. Few blocks, so that requests are preempted; step costs are measured."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(practice, "_PLAN", ((1, (0, 0, 4, 4)),))
-        patch.setattr(practice, "SECONDS", 300.0)
+        patch.setattr(startup_timing, "_PLAN", ((1, (0, 0, 4, 4)),))
+        patch.setattr(startup_timing, "SECONDS", 300.0)
         config = {"method": "medusa", "lookup": True}
         blocks = {"block_size": 32, "num_gpu_blocks_override": 34, "enable_prefix_caching": True}
         with engine(chaotic_llama, config, **blocks) as llm:

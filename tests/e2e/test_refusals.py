@@ -18,9 +18,9 @@ from vllm.model_executor.models import llama
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_medusa import plugin
+from vllm_medusa.integration import drafting
+from vllm_medusa.integration.v1.worker import MedusaCPUWorker
 from vllm_medusa.offline.engine import EngineRefused, Sampling, VllmEngine
-from vllm_medusa.worker import drafting
-from vllm_medusa.worker.v1.worker import MedusaCPUWorker
 
 pytestmark = pytest.mark.engine
 

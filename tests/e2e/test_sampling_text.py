@@ -23,9 +23,9 @@ from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from vllm_medusa.budget.policy import Auto
-from vllm_medusa.worker import grammar as grammars
-from vllm_medusa.worker import grammar_drafts, practice
-from vllm_medusa.worker.grammar import Chance, fill_masks
+from vllm_medusa.integration import grammar as grammars
+from vllm_medusa.integration import grammar_drafts, startup_timing
+from vllm_medusa.integration.grammar import Chance, fill_masks
 
 pytestmark = pytest.mark.engine
 
@@ -235,7 +235,7 @@ def test_grammars_force_drafts_without_heads(
 ) -> None:
     """Heads and the number of verified nodes vary per step; runs are deeper than the heads."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setattr(practice, "SECONDS", 0.0)
+    monkeypatch.setattr(startup_timing, "SECONDS", 0.0)
     monkeypatch.setattr(Auto, "forced_pay", True)
     monkeypatch.setattr(grammars, "MIN_RUN_SURVIVAL", 0.1)
     monkeypatch.setattr(Chance, "value", 0.85)

@@ -79,8 +79,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("test_refusals.py", ""),
         ("test_requests.py", ""),
         ("test_serve.py", ""),
-        ("../worker/test_vllm_interfaces.py", ""),
-        ("../unit/worker/test_engine_args.py", ""),
+        ("../integration/test_vllm_interfaces.py", ""),
+        ("../unit/integration/test_engine_args.py", ""),
     ],
 )
 def test_the_v1_runner(environment: dict[str, str], file: str, selection: str) -> None:

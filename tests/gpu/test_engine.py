@@ -160,7 +160,7 @@ def test_trees_give_plain_tokens(engines: tuple[str, dict[str, Engine]], trees: 
         ("", 0, 0),
         ("Triton kernel JIT compilation during inference: attend. This causes", 1, 0),
         ("Triton kernel JIT compilation during inference: _of_vllm. This causes", 0, 0),
-        ("/x/vllm_medusa/worker/a.py:7: UserWarning: called a synchronizing CUDA", 0, 1),
+        ("/x/vllm_medusa/integration/a.py:7: UserWarning: called a synchronizing CUDA", 0, 1),
         ("/x/vllm_medusa/a.py:7: UserWarning: Tensor.to: that may be silently synchronous", 0, 1),
         ("/x/vllm/worker/a.py:7: UserWarning: called a synchronizing CUDA operation", 0, 0),
     ],

@@ -40,7 +40,7 @@ def after_drafting(look: Look) -> Iterator[None]:
 
 @contextmanager
 def _on_v1(look: Look) -> Iterator[None]:
-    from vllm_medusa.worker.v1.runner import MedusaModelRunner
+    from vllm_medusa.integration.v1.runner import MedusaModelRunner
 
     original = MedusaModelRunner.propose_draft_token_ids
 
@@ -78,7 +78,7 @@ def _on_v2(look: Look) -> Iterator[None]:
     import torch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from vllm_medusa.worker.v2.speculator import TreeSpeculator
+    from vllm_medusa.integration.v2.speculator import TreeSpeculator
 
     add_requests, original = GPUModelRunner.add_requests, TreeSpeculator.propose
     requests: dict[str, Any] = {}

@@ -14,9 +14,9 @@ from torch import Tensor
 from support.after_drafting import Drafted, after_drafting
 from support.attention import gather_tokens
 from support.eagle import Eagle3
+from vllm_medusa.integration import eagle_trees
+from vllm_medusa.integration.eagle_trees import EagleTrees
 from vllm_medusa.proposer.choices import Choices
-from vllm_medusa.worker import eagle_trees
-from vllm_medusa.worker.eagle_trees import EagleTrees
 
 
 @dataclass

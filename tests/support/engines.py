@@ -16,8 +16,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from support.metrics import added, assert_counted, counts, drafted_and_accepted, positions
 from support.uncompiled import use_uncompiled
-from vllm_medusa.worker.attention import forget_attention_backends
-from vllm_medusa.worker.options import EngineOptions, is_medusa
+from vllm_medusa.integration.attention import forget_attention_backends
+from vllm_medusa.integration.options import TreeSettings, has_trees
 
 Prompt = list[int]
 
@@ -129,8 +129,8 @@ def generate(
     results = llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
     assert_counted(added(before, counts(llm)), results)
     config = llm.llm_engine.vllm_config
-    if is_medusa(config.speculative_config):
-        options = EngineOptions.of(config)
+    if has_trees(config.speculative_config):
+        options = TreeSettings.of(config)
         depth = options.depth
         assert positions(llm) == depth
         stats = [output.spec_decode_metrics for result in results for output in result.outputs]

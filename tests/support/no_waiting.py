@@ -27,9 +27,9 @@ class NoWaiting(TorchDispatchMode):
 def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Watch every part of a step for syncs; returns the number of calls, by name."""
 
-    from vllm_medusa.worker.trees import Trees
-    from vllm_medusa.worker.v2.sampler import TreeSampler
-    from vllm_medusa.worker.v2.speculator import TreeSpeculator
+    from vllm_medusa.integration.request_trees import RequestTrees
+    from vllm_medusa.integration.v2.sampler import TreeSampler
+    from vllm_medusa.integration.v2.speculator import TreeSpeculator
 
     calls: dict[str, int] = {}
 
@@ -44,7 +44,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         monkeypatch.setattr(owner, name, call)
 
-    for owner, name in ((Trees, "begin"), (Trees, "write_positions"), (TreeSampler, "__call__"),
-                        (TreeSpeculator, "propose")):  # fmt: skip
-        watch(owner, name)
+    watch(RequestTrees, "begin")
+    watch(RequestTrees, "write_positions")
+    watch(TreeSampler, "__call__")
+    watch(TreeSpeculator, "propose")
     return calls

@@ -19,7 +19,7 @@ from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import FP8_DTYPES, PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
 from vllm_medusa.scorer.reference import attention_reference
-from vllm_medusa.tree.packing import dense_ancestors, num_words, pack_ancestors
+from vllm_medusa.tree.ancestors import dense_ancestors, num_words, pack_ancestors
 
 NAN = float("nan")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.tree.draft_trees import DraftTrees
 
 
 def random_topologies(patch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:

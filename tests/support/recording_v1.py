@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from support.ranks import Recording
-from vllm_medusa.worker.v1.worker import MedusaCPUWorker
+from vllm_medusa.integration.v1.worker import MedusaCPUWorker
 
 
 class RecordingWorker(Recording, MedusaCPUWorker):

@@ -6,7 +6,7 @@ from typing import Any
 
 from support.ranks import Recording
 from support.triton_on_cpu import prepare
-from vllm_medusa.worker.v2.worker import MedusaWorker
+from vllm_medusa.integration.v2.worker import MedusaWorker
 
 
 class RecordingWorker(Recording, MedusaWorker):

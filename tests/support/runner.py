@@ -25,7 +25,7 @@ def sized(on_v1: T, on_v2: T) -> T:
 
 def compaction() -> ModuleType:
     """The module where the runner looks up ``compact_group``, for controls that replace it."""
-    return importlib.import_module("vllm_medusa.worker.cpu_attention")
+    return importlib.import_module("vllm_medusa.integration.cpu_attention")
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def recorded_steps() -> Iterator[list[Step]]:
 
 @contextmanager
 def _recording_on_v1(steps: list[Step]) -> Iterator[None]:
-    from vllm_medusa.worker.v1.runner import MedusaModelRunner
+    from vllm_medusa.integration.v1.runner import MedusaModelRunner
 
     prepare, sample = MedusaModelRunner._prepare_inputs, MedusaModelRunner._sample
 
@@ -86,7 +86,7 @@ def _recording_on_v1(steps: list[Step]) -> Iterator[None]:
 def _recording_on_v2(steps: list[Step]) -> Iterator[None]:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from vllm_medusa.worker.v2.speculator import TreeSpeculator
+    from vllm_medusa.integration.v2.speculator import TreeSpeculator
 
     original = GPUModelRunner.sample
 

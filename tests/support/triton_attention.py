@@ -14,9 +14,9 @@ import torch
 from vllm.v1.worker import cpu_worker  # noqa: F401  (fits V2's modules to the CPU first)
 
 from support.interpreter import trust_integers
+from vllm_medusa.integration import attention, cuda_attention, request_trees
+from vllm_medusa.integration.v2 import cuda_warmup
 from vllm_medusa.scorer import launch
-from vllm_medusa.worker import attention, cuda_attention, trees
-from vllm_medusa.worker.v2 import cuda_warmup
 
 NUM_SMS = 8  # enough that small batches have their keys split
 
@@ -29,7 +29,7 @@ def triton_attention_on_cpu() -> Iterator[None]:
     limits = launch.device_limits(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_attention, "REPLACES", "CPU_ATTN")
-        for module in (attention, trees, cuda_warmup):
+        for module in (attention, request_trees, cuda_warmup):
             patch.setattr(module, "platform_attention", lambda: cuda_attention)
         patch.setattr(launch, "device_limits", lambda device: limits._replace(num_sms=NUM_SMS))
         # read by vLLM's cache-writing kernel, for its tile size

@@ -3,7 +3,7 @@
 from typing import Any
 
 from support.triton_steps import DIM, HEADS, KV_HEADS
-from vllm_medusa.worker.cuda_attention import TreeAttentionImpl
+from vllm_medusa.integration.cuda_attention import TreeAttentionImpl
 
 
 def layer(**changes: Any) -> TreeAttentionImpl:

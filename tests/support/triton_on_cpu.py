@@ -53,7 +53,8 @@ def prepare() -> None:
     topk_topp_sampler.HAS_TRITON = False
     StructuredOutputsWorker.apply_grammar_bitmask = _apply_grammar_bitmask
     _rules_in_triton(False)
-    importlib.import_module("vllm_medusa.worker.practice").SECONDS = 1.0  # steps take a second
+    timing = importlib.import_module("vllm_medusa.integration.startup_timing")
+    timing.SECONDS = 1.0  # steps take a second
 
 
 def _apply_grammar_bitmask(

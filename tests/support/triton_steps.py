@@ -12,12 +12,12 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from support.models import COMMON
+from vllm_medusa.integration.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 from vllm_medusa.scorer.paged import PagedBatch
 from vllm_medusa.scorer.step import Trees as TreesOf
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeTensors
-from vllm_medusa.worker.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]])
 NODES = TREE.num_nodes  # 7

@@ -17,7 +17,7 @@ from vllm_medusa.lookup.search import (
     join_numpy,
     longest_match,
 )
-from vllm_medusa.tree.drafts import FROM_BOTH, FROM_LOOKUP, DraftTrees
+from vllm_medusa.tree.draft_trees import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 VOCAB = 5
 

@@ -31,8 +31,8 @@ pytestmark = [
 ]
 
 if ON_V2:
-    from vllm_medusa.worker import practice
-    from vllm_medusa.worker.drafting import MedusaDrafter
+    from vllm_medusa.integration import startup_timing
+    from vllm_medusa.integration.drafting import MedusaDrafter
 
 TOKENS = 16
 Patch = pytest.MonkeyPatch
@@ -65,9 +65,9 @@ def few_steps_to_time() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         patch.setenv("VLLM_CACHE_ROOT", folder)
         envs.disable_envs_cache()  # vLLM reads its variables once
-        patch.setattr(practice, "_PLAN", ((1, (0, 0, 4, 4)),))
-        patch.setattr(practice, "_TURNS", 1)
-        patch.setattr(practice, "SECONDS", 60.0)
+        patch.setattr(startup_timing, "_PLAN", ((1, (0, 0, 4, 4)),))
+        patch.setattr(startup_timing, "_TURNS", 1)
+        patch.setattr(startup_timing, "SECONDS", 60.0)
         yield
     envs.disable_envs_cache()
 

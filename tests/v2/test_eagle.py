@@ -32,8 +32,8 @@ pytestmark = [
 if ON_V2:
     from support.triton_attention import triton_attention_on_cpu
 
-    from vllm_medusa.worker import cuda_attention
-    from vllm_medusa.worker.v2 import cuda_warmup
+    from vllm_medusa.integration import cuda_attention
+    from vllm_medusa.integration.v2 import cuda_warmup
 
 TOKENS, DEPTH = 8, 3
 PROMPTS = random_prompts(2, VOCAB, shortest=30, longest=36, seed=7)  # one takes two chunks

@@ -38,17 +38,17 @@ if ON_V2:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     from vllm_medusa.config import AcceptanceConfig
-    from vllm_medusa.worker.cuda_graphs import tree_sizes
-    from vllm_medusa.worker.options import (
+    from vllm_medusa.integration.cuda_graphs import tree_sizes
+    from vllm_medusa.integration.options import (
         V1_WORKER,
         V2_WORKER,
         TreeSpeculativeConfig,
-        is_medusa,
+        has_trees,
     )
-    from vllm_medusa.worker.requests import RequestOptions
-    from vllm_medusa.worker.v2 import sampler as sampler_module
-    from vllm_medusa.worker.v2.noise import persistent_draws
-    from vllm_medusa.worker.v2.sampler import TreeSampler
+    from vllm_medusa.integration.requests import RequestOptions
+    from vllm_medusa.integration.v2 import sampler as sampler_module
+    from vllm_medusa.integration.v2.noise import persistent_draws
+    from vllm_medusa.integration.v2.sampler import TreeSampler
 
 TREE = [[0], [1], [0, 0], [1, 0], [1, 0, 0]]
 BLOCK = 32
@@ -83,7 +83,7 @@ def test_the_runner_is_vllm_s_choice(
     assert plain.use_v2_model_runner == trees.use_v2_model_runner == on_v2
     assert isinstance(spec, TreeSpeculativeConfig) == on_v2
     assert trees.parallel_config.worker_cls == (V2_WORKER if on_v2 else V1_WORKER)
-    assert is_medusa(spec) and spec.num_speculative_tokens == len(TREE)
+    assert has_trees(spec) and spec.num_speculative_tokens == len(TREE)
 
 
 def test_nothing_is_reserved_for_a_draft_model(configure: Callable[..., Any]) -> None:
@@ -128,7 +128,7 @@ def test_full_graphs(
         ({"logits_processors": ["a.b"]}, "logits processors"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "derive"),
-        ({"worker_cls": "vllm_medusa.worker.v1.worker.MedusaCPUWorker"}, "derive"),
+        ({"worker_cls": "vllm_medusa.integration.v1.worker.MedusaCPUWorker"}, "derive"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -291,9 +291,9 @@ def test_a_request_with_a_grammar_arrives_while_no_head_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has no drafts, so they must not be looked up in the last proposal, of a smaller batch."""
-    from vllm_medusa.worker import practice
+    from vllm_medusa.integration import startup_timing
 
-    monkeypatch.setattr(practice, "SECONDS", 0.0)
+    monkeypatch.setattr(startup_timing, "SECONDS", 0.0)
     allowed = ["yes, of course", "no, never"]
     params = SamplingParams(
         temperature=0.0, max_tokens=5, structured_outputs=StructuredOutputsParams(choice=allowed)

@@ -9,7 +9,7 @@ pytestmark = MARKS
 
 def test_on_v2() -> None:
     run_on_v2(
-        "tests/worker/test_triton_engine.py",
+        "tests/integration/test_triton_engine.py",
         "tests/e2e/test_equality.py::test_planted_drafts",
         "tests/e2e/test_equality.py::test_random_heads",
         "tests/e2e/test_equality.py::test_each_control_differs",

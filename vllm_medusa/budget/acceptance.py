@@ -76,7 +76,7 @@ class Nodes:
         return cls(len(drafts), owner, place, survival, kind, copied > 0)
 
 
-class Acceptance:
+class ExpectedAcceptance:
     """Expected accepted tokens by number of draft nodes."""
 
     def __init__(self, taus: Sequence[float] = USUAL_TAUS) -> None:

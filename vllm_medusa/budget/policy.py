@@ -4,7 +4,7 @@ The heads run at the end of a step, so the max number of nodes to draft per requ
 decided one step before the number of drafts to verify. The best n nodes of a request have
 depth <= n, so a limit of nodes also limits the heads; with 0 none run.
 
-`worker.scheduler` calls `limit` before drafting and `counts` for the drafts received. With
+`integration.scheduler` calls `limit` before drafting and `counts` for the drafts received. With
 asynchronous scheduling, where drafts are not seen, `limit` decides both.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_medusa.budget.acceptance import RANGE_ENDS, Acceptance, Drafted, Nodes
+from vllm_medusa.budget.acceptance import RANGE_ENDS, Drafted, ExpectedAcceptance, Nodes
 from vllm_medusa.budget.cost import Floats, StepCost
 
 START, STOP = 1.03, 1.0  # expected speed against plain steps at which drafting begins and ends
@@ -95,7 +95,7 @@ class Auto:
     def __init__(
         self,
         cost: StepCost,
-        acceptance: Acceptance,
+        acceptance: ExpectedAcceptance,
         max_drafts: int,
         top_limit: int = 1,
         *,
@@ -260,10 +260,10 @@ class Auto:
     def observe_drafts(
         self, drafts: Sequence[Drafted], verified: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """Record a step's accepted drafts, see `Acceptance.observe`.
+        """Record a step's accepted drafts, see `ExpectedAcceptance.observe`.
 
         After the first `_LEARN_STEPS`, at most once per `_DRAFTS_MS`: it takes time. Trials are
-        always recorded, and copies, as their absence is (`Acceptance.no_copies`).
+        always recorded, and copies, as their absence is (`ExpectedAcceptance.no_copies`).
         """
         if (
             self._trial_left
@@ -327,7 +327,7 @@ class Auto:
         return np.concatenate(limits), np.concatenate(nodes), np.concatenate(gains)
 
     def _known(self, limit: int) -> Any:
-        """Convert a limit for `Acceptance`."""
+        """Convert a limit for `ExpectedAcceptance`."""
         return limit if limit < self.max_drafts else None
 
     def _decide(self, plan: Plan, prefills: float) -> None:

@@ -18,7 +18,7 @@ from vllm_medusa.heads.checkpoint import update_config
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.tree.topology import Path as TreePath
+from vllm_medusa.tree.topology import NodePath
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Chosen:
     """
 
     observations: Observations  # the calibration that it is based on
-    paths: list[TreePath]  # best first
+    paths: list[NodePath]  # best first
     walked: list[float]
     heldout: list[float] | None  # None: all texts have one prompt
-    chances: dict[TreePath, float]  # fraction of steps that accept each node, the root () included
+    chances: dict[NodePath, float]  # fraction of steps that accept each node, the root () included
 
 
 def choose_tree(

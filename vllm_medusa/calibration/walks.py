@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_medusa.tree.topology import Path
+from vllm_medusa.tree.topology import NodePath
 
 Ranks = npt.NDArray[np.integer]  # [T, K]; a negative rank means no token: a miss
 Ints = npt.NDArray[np.int32]
@@ -37,7 +37,7 @@ class Walks:
     All texts are concatenated, each followed by K + 1 positions at which walks stop.
     """
 
-    def __init__(self, texts: Sequence[Ranks], paths: Iterable[Path] = ()) -> None:
+    def __init__(self, texts: Sequence[Ranks], paths: Iterable[NodePath] = ()) -> None:
         """Start with the tree of ``paths``, parents first; if empty, with the root.
 
         Raises ValueError: no text has a position.
@@ -56,12 +56,12 @@ class Walks:
             self.ranks[start : start + len(text)] = text
             self.jumps[start : start + len(text)] = 1
         self.stops = np.where(self.jumps > 0, 0, -1).astype(np.int32)  # [P]: node where each stops
-        self.paths: list[Path] = [()]
-        self._nodes: dict[Path, int] = {(): 0}
+        self.paths: list[NodePath] = [()]
+        self._nodes: dict[NodePath, int] = {(): 0}
         for path in paths:
             self.add(path)
 
-    def add(self, path: Path) -> None:
+    def add(self, path: NodePath) -> None:
         """Add the leaf ``path``; its parent must exist."""
         parent, head = self._nodes[path[:-1]], len(path) - 1
         self._nodes[path] = len(self.paths)
@@ -75,7 +75,7 @@ class Walks:
         """Tokens per step with the current tree."""
         return float(self._taus(np.full(len(self.stops), -1, np.int32), [0])[0])
 
-    def tau_with(self, leaves: Sequence[Path]) -> list[float]:
+    def tau_with(self, leaves: Sequence[NodePath]) -> list[float]:
         """Tokens per step with each of ``leaves`` alone added; no two may have the same parent."""
         wants = np.full(len(self.stops), -1, np.int32)  # [P]: parent of the leaf accepted here
         next_rank = np.full(len(self.paths), -2, np.int32)  # [N]
@@ -122,7 +122,7 @@ class Walks:
         return taus
 
 
-def walked_tree(texts: Sequence[Ranks], num_draft_tokens: int, max_rank: int) -> list[Path]:
+def walked_tree(texts: Sequence[Ranks], num_draft_tokens: int, max_rank: int) -> list[NodePath]:
     """Grow a tree greedily by the node that shortens the walks of ``texts`` most.
 
     It has ``num_draft_tokens`` nodes, or fewer if the heads offer fewer: choices 0 to
@@ -132,7 +132,7 @@ def walked_tree(texts: Sequence[Ranks], num_draft_tokens: int, max_rank: int) ->
     Returns the paths, best first, parents first: every prefix is the tree of its size.
     """
     walks = Walks(texts)
-    widths: dict[Path, int] = {(): 0}  # children of each node so far
+    widths: dict[NodePath, int] = {(): 0}  # children of each node so far
     while len(walks.paths) <= num_draft_tokens:
         leaves = [
             (*path, width)
@@ -149,7 +149,9 @@ def walked_tree(texts: Sequence[Ranks], num_draft_tokens: int, max_rank: int) ->
     return walks.paths[1:]
 
 
-def walk_taus(texts: Sequence[Ranks], paths: Sequence[Path], sizes: Sequence[int]) -> list[float]:
+def walk_taus(
+    texts: Sequence[Ranks], paths: Sequence[NodePath], sizes: Sequence[int]
+) -> list[float]:
     """Tokens per step with the first n draft nodes of ``paths``, parents first, for every size n.
 
     ``sizes`` ascend; a size beyond the tree means the whole tree.

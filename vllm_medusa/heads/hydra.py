@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_medusa.heads.cpu import Linear, MakeLinear, Packed
 from vllm_medusa.heads.model import MedusaHeads, ResBlock
-from vllm_medusa.heads.packed import Linear, MakeLinear, Packed
 
 
 class HydraInput(nn.Module):

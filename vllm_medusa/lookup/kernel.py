@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_medusa.lookup.search import MAX_MATCH, MIN_MATCH
-from vllm_medusa.tree.drafts import FROM_BOTH, FROM_LOOKUP, DraftTrees
+from vllm_medusa.tree.draft_trees import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 _BLOCK = 4096  # text positions compared at once
 _FROM_BOTH, _FROM_LOOKUP = tl.constexpr(FROM_BOTH), tl.constexpr(FROM_LOOKUP)

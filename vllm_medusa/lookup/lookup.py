@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_medusa.lookup.search import MAX_MATCH, Array, continuations, join
-from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.tree.draft_trees import DraftTrees
 
 MIN_SURVIVAL = 0.02  # min survival of a copied token to draft it
 _ENDS = (1, 2, 3, 5, 8, 12, 18, 26, MAX_MATCH)  # max match length of each bucket

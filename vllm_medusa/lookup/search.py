@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_medusa.tree.drafts import FROM_BOTH, FROM_LOOKUP, DraftTrees
+from vllm_medusa.tree.draft_trees import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 MAX_MATCH = 32  # max tokens to compare
 MIN_MATCH = 2  # min tokens that must match

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from vllm_medusa.offline.prompts import Message, Prompt
 
 
-class Acceptance(Counter[int]):
+class AcceptanceCounts(Counter[int]):
     """Acceptance of one request or, summed, of many: verification steps by accepted tokens.
 
     The first step of a request is its prefill: it yields one token and verifies nothing. Every
@@ -24,14 +24,14 @@ class Acceptance(Counter[int]):
     """
 
     @classmethod
-    def of(cls, delivered: Sequence[int]) -> Acceptance:
+    def of(cls, delivered: Sequence[int]) -> AcceptanceCounts:
         """From the token counts of a request's non-empty steps, prefill first."""
         if any(tokens < 1 for tokens in delivered):
             raise ValueError(f"every step must deliver a token; received {list(delivered)}")
         return cls(tokens - 1 for tokens in delivered[1:])
 
     @classmethod
-    def summed(cls, parts: Iterable[Acceptance]) -> Acceptance:
+    def summed(cls, parts: Iterable[AcceptanceCounts]) -> AcceptanceCounts:
         """Sum of several requests."""
         found = cls()
         for part in parts:
@@ -129,7 +129,7 @@ class Answer:
         """Part of a line of the result file, plain JSON."""
         names = ("text", "token_ids", "finish_reason", "stop_reason")
         own = {name: getattr(self, name) for name in names}
-        return own | {"acceptance": Acceptance.of(self.delivered).to_dict()}
+        return own | {"acceptance": AcceptanceCounts.of(self.delivered).to_dict()}
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ class Result:
     error: str | None = None
 
     @property
-    def acceptance(self) -> Acceptance:
+    def acceptance(self) -> AcceptanceCounts:
         """Acceptance over all turns."""
-        return Acceptance.summed(Acceptance.of(a.delivered) for a in self.answers)
+        return AcceptanceCounts.summed(AcceptanceCounts.of(a.delivered) for a in self.answers)
 
     @property
     def num_tokens(self) -> int:

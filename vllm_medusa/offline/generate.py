@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_medusa.files import digest, fingerprint
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.offline.batch import Acceptance, Conversation, Result, Session
+from vllm_medusa.offline.batch import AcceptanceCounts, Conversation, Result, Session
 from vllm_medusa.offline.defaults import CHANGE_MODEL, measure, read_limits
 from vllm_medusa.offline.engine import Sampling, start_seconds, without_memory
 from vllm_medusa.offline.options import GenerateOptions, PromptJob
@@ -121,7 +121,7 @@ def run_prompts(
     if done >= total:
         progress.note("nothing to do")
         return None
-    acceptance, tokens, prompts = Acceptance(), 0, list(prompts)
+    acceptance, tokens, prompts = AcceptanceCounts(), 0, list(prompts)
     if options.prompts is not None and options.on_bad_line == "refuse":
         refuse_unanswerable(options, prompts)
     progress.note(f"starting vLLM (about {start_seconds(options.engine_args)} s)")

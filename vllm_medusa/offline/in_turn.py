@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Protocol
 
-from vllm_medusa.offline.batch import Acceptance, Result
+from vllm_medusa.offline.batch import AcceptanceCounts, Result
 from vllm_medusa.offline.prompts import Prompt
 
 _SHOWN_DIFFERENCES = 5
@@ -36,7 +36,7 @@ class Timed:
     results: dict[int, Result] = field(default_factory=dict)  # of the first round, by prompt index
     seconds: float = 0.0
     tokens: int = 0
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     rates: list[float] = field(default_factory=list)  # tokens per second of each round
     latest: dict[int, Result] = field(default_factory=dict)  # of the last round, by prompt index
 

@@ -5,7 +5,7 @@ Medusa's heads do not depend on each other's choices, so one top-k per depth ser
 (https://arxiv.org/abs/2401.10774, section 2.1.2).
 
 This is a static tree of Medusa's heads. All other drafters implement one of the two protocols in
-`build`; `worker.trees.Drafter` lists what a new drafter needs.
+`build`; `integration.request_trees.Drafter` lists what a new drafter needs.
 """
 
 from __future__ import annotations

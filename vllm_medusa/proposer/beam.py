@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from vllm_medusa.kernels import CPU_DTYPES
 from vllm_medusa.noise import LevelNoise
-from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 
 TILE, LANES = 4, 16  # a matrix's rows are padded to a multiple; its columns must be one

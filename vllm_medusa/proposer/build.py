@@ -10,7 +10,7 @@ A drafter provides one of two kinds of probabilities:
 In both cases the tree is the best N of all candidates (`DraftTrees.best`). A static tree of ranks
 is filled level by level (`fill_tree`). Nothing waits for a device; on the host, where values are
 available, only nodes whose children can be among the best N are expanded. How to add a
-drafter: see `worker.trees.Drafter`.
+drafter: see `integration.request_trees.Drafter`.
 
     level 0      expand(0, root)               -> K choices below the root
     level 1      expand(1, the k best of them) -> k * K choices, each below one of the k
@@ -29,7 +29,7 @@ from torch import Tensor
 from vllm_medusa.kernels import uses_kernel
 from vllm_medusa.proposer.choices import Choices
 from vllm_medusa.tree.batch import TreeTensors
-from vllm_medusa.tree.drafts import IMPOSSIBLE, DraftTrees
+from vllm_medusa.tree.draft_trees import IMPOSSIBLE, DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.tree.topology import TokenTree
 

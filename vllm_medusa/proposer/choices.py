@@ -26,7 +26,7 @@ from vllm_medusa.proposer.sharded import (
     token_ids,
 )
 from vllm_medusa.proposer.topk import stable_topk
-from vllm_medusa.tree.drafts import IMPOSSIBLE
+from vllm_medusa.tree.draft_trees import IMPOSSIBLE
 
 MAX_WIDTH = 64  # max choices of the CPU kernel
 

@@ -24,7 +24,7 @@ from vllm_medusa.proposer.beam import (
     fits_kernel,
 )
 from vllm_medusa.proposer.choices import MAX_WIDTH
-from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 
 MAX_ROWS = 40  # of a level or of accepted tokens; more are run by torch

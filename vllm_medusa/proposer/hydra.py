@@ -21,7 +21,7 @@ from vllm_medusa.kernels import cpu_library
 from vllm_medusa.noise import LevelNoise
 from vllm_medusa.proposer.beam import BeamCall, Embedding, KernelWeights, beam_call, fits_kernel
 from vllm_medusa.proposer.choices import MAX_WIDTH
-from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_medusa.heads.cpu import PackedHeads
 from vllm_medusa.heads.hydra import HydraHeads, PackedHydra
 from vllm_medusa.heads.model import LMHead, MedusaHeads
-from vllm_medusa.heads.packed import PackedHeads
 from vllm_medusa.noise import Noise
 from vllm_medusa.proposer.choices import Choices, ReadChoices, read_choices
 

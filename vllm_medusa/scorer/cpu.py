@@ -12,8 +12,8 @@ from torch import Tensor
 
 from vllm_medusa.kernels import CPU_DTYPES, cpu_library
 from vllm_medusa.scorer.layout import CacheLayout
+from vllm_medusa.tree.ancestors import num_words
 from vllm_medusa.tree.batch import TreeBatch
-from vllm_medusa.tree.packing import num_words
 
 
 class AttentionPlan(Structure):

@@ -13,7 +13,7 @@ sum, ``token_offset[t] + channel_offset[d]``. With bs tokens per block and D cha
 so ``vec`` keys are transposed, [D, bs], and ``vec`` values are token-major, [bs, D], for every
 dtype; ``amx`` pairs adjacent channels (keys) or tokens (values) of bfloat16, as required by its
 tile loads. Found by writing numbered tokens with ``cpu_attn_reshape_and_cache`` of vLLM 0.32.0;
-tests/worker/test_cpu_layout.py repeats this.
+tests/integration/test_cpu_layout.py repeats this.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CacheLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """See `kv.packed.Packing`."""
+        """See `kv.cpu.TokenLayout`."""
         return self.block_size, self.block_stride, self.num_kv_heads, self.head_size
 
     @property

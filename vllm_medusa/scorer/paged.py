@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_medusa.tree.packing import num_words, pack_ancestors
+from vllm_medusa.tree.ancestors import num_words, pack_ancestors
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vllm_medusa.scorer.paged import FP8_DTYPES, PagedBatch
 from vllm_medusa.scorer.reference import attention_reference
-from vllm_medusa.tree.packing import unpack_ancestors
+from vllm_medusa.tree.ancestors import unpack_ancestors
 
 
 def paged_tree_attention_torch(

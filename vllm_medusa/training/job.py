@@ -151,7 +151,7 @@ class Job:
             seed=self.steps.seed,
         )
 
-    def heads_alone(self, target: Target, run: TrainingRun) -> Method:
+    def frozen_method(self, target: Target, run: TrainingRun) -> Method:
         """Medusa-1 or EAGLE-3 with new heads, on computed states."""
         options, workers, steps = self.options, self.workers, self.steps
         source: Any = target

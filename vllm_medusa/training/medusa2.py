@@ -276,7 +276,7 @@ def _first_heads(job: Job, run: TrainingRun, target: Target) -> MedusaHeads:
     """The given heads, or those of the warm-up; new ones if a checkpoint follows."""
     if job.options.heads.start_heads is not None or (run.work / "state.pt").exists():
         return job.first_heads(target)
-    method = job.heads_alone(target, run)
+    method = job.frozen_method(target, run)
     Loop(method, Stage(run, "warm-up.jsonl", "warm-up")).train(job.report("warm-up"))
     job.release(method)
     assert isinstance(method.heads, MedusaHeads)

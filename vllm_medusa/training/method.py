@@ -69,9 +69,10 @@ class Batch(NamedTuple):
 class Method:
     """What a training method defines; the rest is in `loop.Loop`.
 
-    To add one: a subclass, like `Medusa1`, `Medusa2` and `Eagle3`, created in `job.Job.heads_alone`
-    or by its own driver selected by `train.train`; its name and its restrictions in
-    `options.TrainOptions`; its defaults in `recipe.complete`; its option in `adapt.options`.
+    To add one: a subclass, like `Medusa1`, `Medusa2` and `Eagle3`, created in
+    `job.Job.frozen_method` or by its own driver selected by `train.train`; its name and its
+    restrictions in `options.TrainOptions`; its defaults in `recipe.complete`; its option in
+    `adapt.options`.
 
     Attributes:
         heads: the trained heads, fp32, updated in place.

@@ -79,7 +79,7 @@ def train(
         found = Inputs(options, progress)
         options = replace(options, heads=settle_shape(options.heads))
         job = Job(options, found, workers, progress, command)
-        (train_medusa2 if options.method == "medusa-2" else train_alone)(job)
+        (train_medusa2 if options.method == "medusa-2" else train_frozen)(job)
         if workers.main and files.heldout is None and found.heldout:
             write_records(files.output / "training" / "heldout.jsonl", found.heldout)
         summary = read_json(files.output / "config.json")["medusa"]["training"]
@@ -119,14 +119,14 @@ def settle_shape(heads: HeadOptions) -> HeadOptions:
     return replace(heads, **found)
 
 
-def train_alone(job: Job) -> None:
+def train_frozen(job: Job) -> None:
     """Medusa-1 or EAGLE-3: train heads on the frozen target and write them."""
     with job.open() as run:
         if run.complete:
             return
         target = job.load_target()
         run.work.mkdir(exist_ok=True)
-        method = job.heads_alone(target, run)
+        method = job.frozen_method(target, run)
         stage = Stage(run)
         loop = Loop(method, stage)
         loop.train(job.report("training"))

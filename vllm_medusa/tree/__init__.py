@@ -1,6 +1,6 @@
 """Draft trees: shapes, tensors, drafted batches. Independent of models and vLLM.
 
-`tree.batch` and `tree.drafts` import torch; this module does not.
+`tree.batch` and `tree.draft_trees` import torch; this module does not.
 """
 
 from vllm_medusa.tree.forms import FORMS, TreeValue, read_tree

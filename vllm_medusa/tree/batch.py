@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_medusa.tree.packing import dense_ancestors, num_words, pack_ancestors
+from vllm_medusa.tree.ancestors import dense_ancestors, num_words, pack_ancestors
 from vllm_medusa.tree.topology import TokenTree
 
 

@@ -6,7 +6,7 @@ import heapq
 import math
 from dataclasses import dataclass
 
-from vllm_medusa.tree.topology import MAX_NODES, Path, TokenTree
+from vllm_medusa.tree.topology import MAX_NODES, NodePath, TokenTree
 
 MOST_DRAFTS = 63  # per request with an automatic budget
 BEAM_WIDTH = 10  # nodes expanded per level, and choices of each (EAGLE-2's)
@@ -87,8 +87,8 @@ def widest_pool(num_heads: int, num_ranks: int, num_nodes: int = MAX_NODES) -> T
         return math.log(_BY_RANK[rank]) + head * math.log(_NEXT_HEAD)
 
     num_ranks = min(num_ranks, len(_BY_RANK))
-    paths: list[Path] = []
-    queue: list[tuple[float, Path]] = [(-log_chance(0, 0), (0,))]
+    paths: list[NodePath] = []
+    queue: list[tuple[float, NodePath]] = [(-log_chance(0, 0), (0,))]
     while queue and len(paths) < num_nodes - 1:
         loss, path = heapq.heappop(queue)
         paths.append(path)

@@ -26,7 +26,7 @@ from typing import SupportsIndex
 
 MAX_NODES = 256  # root included: four 64-bit ancestor words per node
 
-Path = tuple[int, ...]
+NodePath = tuple[int, ...]
 
 
 class TreeError(ValueError):
@@ -41,7 +41,7 @@ class TokenTree:
     parents first and raises `TreeError` for any other list.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[NodePath, ...]
 
     def __post_init__(self) -> None:
         _validate(self.paths)
@@ -175,7 +175,7 @@ def _entries(listed: object, remedy: str) -> tuple[object, ...]:
     return tuple(listed)
 
 
-def _as_path(position: int, path: object) -> Path:
+def _as_path(position: int, path: object) -> NodePath:
     where = f"Path {position} of the tree is {path!r}"
     remedy = "a path is a list of ranks from 0, one for each head from the first, such as [0, 2]."
     ranks = _entries(path, f"{where}; {remedy}")
@@ -195,10 +195,10 @@ def _as_widths(widths: object) -> tuple[int, ...]:
     return listed  # type: ignore[return-value]
 
 
-def _parents_first(paths: Sequence[Path]) -> Iterator[Path]:
+def _parents_first(paths: Sequence[NodePath]) -> Iterator[NodePath]:
     """Yield the paths in order, each early child directly after its parent, orphans last."""
-    waiting: dict[Path, list[Path]] = {}
-    seen: set[Path] = {()}
+    waiting: dict[NodePath, list[NodePath]] = {}
+    seen: set[NodePath] = {()}
     for path in paths:
         if path[:-1] not in seen:
             waiting.setdefault(path[:-1], []).append(path)
@@ -213,14 +213,14 @@ def _parents_first(paths: Sequence[Path]) -> Iterator[Path]:
         yield from orphans
 
 
-def _validate(paths: Sequence[Path]) -> None:
+def _validate(paths: Sequence[NodePath]) -> None:
     if len(paths) + 1 > MAX_NODES:
         raise TreeError(
             f"The tree has {len(paths) + 1} nodes, root included; at most {MAX_NODES} are allowed. "
             "Keep only the best paths."
         )
     everything = set(paths)
-    seen: set[Path] = {()}
+    seen: set[NodePath] = {()}
     for position, path in enumerate(paths):
         if not path:
             raise TreeError(

@@ -28,8 +28,8 @@ from support.models import HIDDEN, save_model, save_random_heads
 from support.planted import planted_by_seed
 from support.runner import async_scheduling
 from vllm_medusa.heads.checkpoint import save_heads
-from vllm_medusa.worker import practice
-from vllm_medusa.worker.v1.history import install_moves
+from vllm_medusa.integration import startup_timing
+from vllm_medusa.integration.v1.history import install_moves
 
 _MOST_STEPS = 20_000
 
@@ -117,7 +117,7 @@ def run_with_trees(
     run = Run({})
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(practice, "SECONDS", 0.0)
+        patch.setattr(startup_timing, "SECONDS", 0.0)
         if case.ahead:
             stack.enter_context(async_scheduling())
         llm = stack.enter_context(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_medusa.budget.acceptance import Acceptance, Drafted, Nodes
+from vllm_medusa.budget.acceptance import Drafted, ExpectedAcceptance, Nodes
 
 
 def drafts(rng: np.random.Generator, requests: int, nodes: int = 8) -> np.ndarray:
@@ -11,9 +11,11 @@ def drafts(rng: np.random.Generator, requests: int, nodes: int = 8) -> np.ndarra
     return -np.sort(-(rng.random((requests, nodes)) ** 3), axis=1)
 
 
-def trained(steps: int, factor: float = 1.0, kind: int = 0, verified: int = 8) -> Acceptance:
+def trained(
+    steps: int, factor: float = 1.0, kind: int = 0, verified: int = 8
+) -> ExpectedAcceptance:
     """For 8 requests; a node is accepted ``factor`` times as often as its survival."""
-    rng, acceptance = np.random.default_rng(0), Acceptance()
+    rng, acceptance = np.random.default_rng(0), ExpectedAcceptance()
     for _ in range(steps):
         survival = drafts(rng, 8)
         chances = (factor * survival[:, :verified]).clip(0, 1)
@@ -23,7 +25,7 @@ def trained(steps: int, factor: float = 1.0, kind: int = 0, verified: int = 8) -
 
 
 def test_it_starts_from_the_calibration():
-    acceptance = Acceptance([1.5, 1.7, 1.8])
+    acceptance = ExpectedAcceptance([1.5, 1.7, 1.8])
     gain = acceptance.gain(np.array([0, 1, 2, 3, 9]), None)
     assert gain == pytest.approx([0, 0.5, 0.7, 0.8, 0.8])
     assert acceptance.even_gain(2) == pytest.approx(0.7)
@@ -92,7 +94,7 @@ def test_nothing_is_learned_beyond_a_limit():
 
 
 def test_copies_do_not_count_toward_the_limit():
-    acceptance = Acceptance([1.5])
+    acceptance = ExpectedAcceptance([1.5])
     assert not acceptance.copies
     for _ in range(300):
         both = [Drafted([0.9, 0.8, 0.4], 0, 1, [2, 2, 0]), Drafted([0.4], 0, 1, [0])]
@@ -106,7 +108,7 @@ def test_copies_do_not_count_toward_the_limit():
 
 
 def test_invalid_values_are_harmless():
-    acceptance = Acceptance()
+    acceptance = ExpectedAcceptance()
     acceptance.observe([], [], [])
     acceptance.observe([Drafted([]), Drafted([])], [0, 0], [0, 0])
     acceptance.observe([Drafted([float("nan"), 3.0, -1.0])], [3], [5])

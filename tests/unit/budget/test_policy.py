@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from vllm_medusa.budget.acceptance import Acceptance, Drafted
+from vllm_medusa.budget.acceptance import Drafted, ExpectedAcceptance
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.budget.policy import Auto, Fixed
 
@@ -134,7 +134,7 @@ def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
 
 
 def new_policy(cost: StepCost | None = None, *, even: bool = False) -> Auto:
-    return Auto(cost or StepCost(512), Acceptance(), NODES, HEADS, even=even)
+    return Auto(cost or StepCost(512), ExpectedAcceptance(), NODES, HEADS, even=even)
 
 
 def cpu(rows: int, step: int = 0) -> float:
@@ -262,7 +262,7 @@ def policy_at(per_row: float) -> Auto:
         for rows in range(1, 65):
             for requests in {1, rows}:
                 cost.observe(rows, requests, float(requests < rows), 10 + 10 * per_row * rows)
-    policy = Auto(cost, Acceptance((1.5, 1.7, 1.8, 1.85)), 4)
+    policy = Auto(cost, ExpectedAcceptance((1.5, 1.7, 1.8, 1.85)), 4)
     policy.limit(1, 64)
     return policy
 
@@ -308,7 +308,7 @@ def test_heads_do_not_run_for_drafts_that_stay_unused():
 
 
 def test_copied_drafts_are_used_without_heads():
-    policy = Auto(StepCost(64), Acceptance((1.05,)), 8, top_limit=0)
+    policy = Auto(StepCost(64), ExpectedAcceptance((1.05,)), 8, top_limit=0)
     for _ in range(50):
         policy.observe(5, 1, 0.0, 11.0, 4.0)
         policy.observe(1, 1, 0.0, 10.0, 1.0)
@@ -328,7 +328,7 @@ def test_the_best_are_kept_and_ties_go_to_the_first(total, expected):
 
 def test_costs_are_updated_rarely_while_drafting_is_off():
     """So that idle drafting costs no more than no trees; initially every step updates costs."""
-    policy, taught = Auto(StepCost(64), Acceptance([1.0] * 4), 4, 4), []
+    policy, taught = Auto(StepCost(64), ExpectedAcceptance([1.0] * 4), 4, 4), []
     for _ in range(400):
         policy._saved = 0.0  # no trials
         assert policy.limit(1, 4) == 0
@@ -346,7 +346,7 @@ def test_costs_are_updated_rarely_while_drafting_is_off():
 
 def test_acceptance_is_updated_rarely_while_drafting():
     """It takes time; except at first, and for copies, whose absence is always recorded."""
-    policy = Auto(StepCost(64), Acceptance(), 4, 4)
+    policy = Auto(StepCost(64), ExpectedAcceptance(), 4, 4)
     recorded = []
     policy.acceptance.observe = lambda drafts, *_: recorded.append(drafts[0].copied)
     for copied, expected in ((None, 64 + 136 // 3), ([1], 200)):

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from support.random_heads import HIDDEN, VOCAB
 
+from vllm_medusa.heads.cpu import PackedHeads
 from vllm_medusa.heads.model import HeadsError, MedusaHeads
-from vllm_medusa.heads.packed import PackedHeads
 
 
 def randomize(module):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from support.attention import gather_tokens
 
 from vllm_medusa.kv import accepted_moves, copy_slots
+from vllm_medusa.kv.cpu import PackedCaches
 from vllm_medusa.kv.layers import LayerCaches, compact_layers
-from vllm_medusa.kv.packed import PackedCaches
 from vllm_medusa.sampler import path_to_node
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.tree import TokenTree

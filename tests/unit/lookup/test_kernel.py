@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_medusa.lookup import search
 from vllm_medusa.lookup.search import MAX_MATCH
-from vllm_medusa.tree.drafts import FROM_BOTH, DraftTrees
+from vllm_medusa.tree.draft_trees import FROM_BOTH, DraftTrees
 
 OUTSIDE = -7  # padding after a text
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import FakeEngine
 
-from vllm_medusa.offline.batch import Acceptance, Result, run_batch
+from vllm_medusa.offline.batch import AcceptanceCounts, Result, run_batch
 from vllm_medusa.offline.prompts import Prompt
 
 PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(20)]
@@ -107,11 +107,11 @@ def test_a_refused_turn_keeps_earlier_answers():
 @given(st.lists(st.lists(st.integers(1, 6), min_size=1)))
 def test_every_token_is_counted_once(requests):
     """The prefill step is not a verification."""
-    parts = [Acceptance.of(delivered) for delivered in requests]
-    total = Acceptance.summed(parts)
+    parts = [AcceptanceCounts.of(delivered) for delivered in requests]
+    total = AcceptanceCounts.summed(parts)
     assert total.steps == sum(len(delivered) - 1 for delivered in requests)
     first = sum(delivered[0] for delivered in requests)
     assert first + total.accepted + total.steps == sum(map(sum, requests))
-    assert Acceptance.of([1]).tau is None
+    assert AcceptanceCounts.of([1]).tau is None
     with pytest.raises(ValueError, match="every step must deliver"):
-        Acceptance.of([1, 0])
+        AcceptanceCounts.of([1, 0])

@@ -13,7 +13,7 @@ from vllm_medusa.proposer.build import build_tree
 from vllm_medusa.proposer.choices import Choices, read_choices_in_torch
 from vllm_medusa.proposer.eagle import EagleBeam, EagleCache, EagleWeights
 from vllm_medusa.scorer.layout import CacheLayout
-from vllm_medusa.tree.drafts import IMPOSSIBLE
+from vllm_medusa.tree.draft_trees import IMPOSSIBLE
 from vllm_medusa.tree.dynamic import Beam
 
 HIDDEN, VOCAB, HEADS, KEY_HEADS, SIZE, BLOCK = 48, 90, 4, 2, 32, 32

@@ -10,7 +10,7 @@ from vllm_medusa.noise import Noise, Seeds
 from vllm_medusa.proposer.build import build_tree
 from vllm_medusa.proposer.hydra import HydraBeam
 from vllm_medusa.proposer.steps import HydraStep
-from vllm_medusa.tree.drafts import IMPOSSIBLE
+from vllm_medusa.tree.draft_trees import IMPOSSIBLE
 from vllm_medusa.tree.dynamic import Beam
 
 HIDDEN, VOCAB = 48, 203

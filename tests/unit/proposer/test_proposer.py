@@ -3,7 +3,7 @@ import torch
 
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.proposer import propose
-from vllm_medusa.proposer.drafts import propose_tree
+from vllm_medusa.proposer.propose_tree import propose_tree
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.topology import TokenTree
 

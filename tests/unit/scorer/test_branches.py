@@ -11,7 +11,7 @@ from support.paged_trees import make_case
 from vllm_medusa.scorer.cpu import plan_branches, tree_attention
 from vllm_medusa.scorer.paged import TreeBuffers
 from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
-from vllm_medusa.tree.packing import unpack_ancestors
+from vllm_medusa.tree.ancestors import unpack_ancestors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

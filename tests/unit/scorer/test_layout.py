@@ -1,4 +1,4 @@
-"""The packing itself is checked against vLLM in tests/worker/test_cpu_layout.py."""
+"""The packing itself is checked against vLLM in tests/integration/test_cpu_layout.py."""
 
 import pytest
 import torch

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from vllm_medusa.tree.ancestors import dense_ancestors, unpack_ancestors
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
-from vllm_medusa.tree.packing import dense_ancestors, unpack_ancestors
 from vllm_medusa.tree.presets import load_preset
 from vllm_medusa.tree.topology import TokenTree
 

@@ -12,7 +12,7 @@ from vllm_medusa.proposer.build import of_pool
 from vllm_medusa.proposer.choices import Choices
 from vllm_medusa.tree import MAX_NODES, TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
-from vllm_medusa.tree.drafts import FROM_DRAFTER, DraftTrees
+from vllm_medusa.tree.draft_trees import FROM_DRAFTER, DraftTrees
 from vllm_medusa.tree.dynamic import widest_pool
 
 TREE = widest_pool(num_heads=4, num_ranks=6, num_nodes=80)

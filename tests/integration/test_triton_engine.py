@@ -1,0 +1,261 @@
+"""The CUDA attention in a whole engine: vLLM's V2 runner with the interpreter.
+
+Cache layout, cache writes and steps without trees are those of vLLM's Triton backend; output
+is compared with plain vLLM on its own C++ attention. Runs in `tests/v2/test_steps_on_v2.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from support.engines import complete, engine, greedy, medusa, metric, random_prompts
+from support.models import VOCAB, save_model
+from support.planted import planted
+from support.random_topologies import random_topologies
+from support.reference import Reference, assert_chaotic, differing, plain_greedy
+from support.runner import ON_V2, on_v1
+from support.spies import Step, mean_accepted, mixed, recorded_steps
+from torch import Tensor
+from vllm import LLM
+
+if ON_V2:
+    from support.triton_attention import triton_attention_on_cpu
+    from support.triton_on_cpu import rules_in_triton
+
+from vllm_medusa import proposer
+from vllm_medusa.integration import cuda_attention, cuda_metadata
+from vllm_medusa.proposer import kernel
+from vllm_medusa.scorer.paged import PagedBatch
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_steps_on_v2.py"),
+]
+
+TOKENS = 24
+FEW = 12  # enough for errors to occur
+SHARED = 16  # output tokens with which another prompt starts
+TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [1, 0, 0]]
+LONGEST = 50  # with `SHARED` more, this fills two blocks
+SMALL: dict[str, Any] = {
+    "max_model_len": LONGEST + TOKENS,
+    "max_num_batched_tokens": 36,
+    "max_num_seqs": 4,
+    "block_size": 32,
+    "enable_prefix_caching": True,
+    "kv_cache_memory_bytes": 4 << 20,
+}
+
+
+@dataclass
+class Attended:
+    """Recorded arguments of our kernel."""
+
+    batches: list[PagedBatch]
+    windows: set[int | None]
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> Attended:
+    seen = Attended([], set())
+    attend = cuda_attention.paged_tree_attention
+
+    def spy(
+        query: Any, keys: Any, values: Any, batch: PagedBatch, *args: Any, **kwargs: Any
+    ) -> Any:
+        flags = batch.is_tree.clone(), batch.cu_query_lens.clone()
+        seen.batches.append(replace(batch, is_tree=flags[0], cu_query_lens=flags[1]))
+        seen.windows.add(kwargs["window"])
+        return attend(query, keys, values, batch, *args, **kwargs)
+
+    monkeypatch.setattr(cuda_attention, "paged_tree_attention", spy)
+    return seen
+
+
+def worker_of(llm: LLM) -> Any:
+    core: Any = llm.llm_engine.engine_core
+    return core.engine_core.model_executor.driver_worker.worker
+
+
+@pytest.fixture
+def proposed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The trees drafted by the proposer's kernel, each equal to torch's."""
+    seen: list[Tensor] = []
+    propose = kernel.propose
+
+    def spy(logits: Tensor, tree: TreeTensors, token_map: Tensor | None) -> Tensor:
+        tokens = propose(logits, tree, token_map)
+        assert torch.equal(tokens, proposer.propose(logits, tree, token_map))
+        seen.append(tokens)
+        return tokens
+
+    monkeypatch.setattr(kernel, "propose", spy)
+    return seen
+
+
+def causal_mask(patch: pytest.MonkeyPatch) -> None:
+    """Every node attends to all nodes before it."""
+    attend = cuda_attention.paged_tree_attention
+
+    def paged_tree_attention(*args: Any, **kwargs: Any) -> Any:
+        query, keys, values, batch, scale = args
+        batch = replace(batch, is_tree=torch.zeros_like(batch.is_tree))
+        return attend(query, keys, values, batch, scale, **kwargs)
+
+    patch.setattr(cuda_attention, "paged_tree_attention", paged_tree_attention)
+
+
+def no_compaction(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cuda_attention, "compact_group", lambda *args: None)
+
+
+Setting = tuple[str, Reference]  # a model, and plain vLLM's output
+
+
+def check_warm_up(worker: Any) -> None:
+    """It calls the kernel with batches without rows, split or not; eager engines skip it."""
+    warmed: list[PagedBatch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        attend = cuda_attention.paged_tree_attention
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            warmed.append(args[3])
+            return attend(*args, **kwargs)
+
+        patch.setattr(cuda_attention, "paged_tree_attention", spy)
+        patch.setattr(worker.vllm_config.kernel_config, "enable_jit_warmup", True)
+        worker.compile_or_warm_up_model()
+    assert {batch.num_splits > 1 for batch in warmed} == {False, True}
+    assert not any(batch.cu_query_lens.any() for batch in warmed)
+
+
+class Cases:
+    architecture: str
+    window: int | None = None
+    lengths: tuple[int, ...]  # prompt lengths
+
+    def config(self, heads: str) -> dict[str, Any]:
+        return medusa(heads, TREE)
+
+    @pytest.fixture(scope="class")
+    def setting(self, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+        changes = {"sliding_window": self.window} if self.window else {}
+        model = save_model(tmp_path_factory.mktemp("model"), self.architecture, **changes)
+        prompts = [
+            prompt
+            for seed, length in enumerate(self.lengths)
+            for prompt in random_prompts(1, VOCAB, length, length, seed)
+        ]
+        with on_v1(), engine(model, **SMALL) as llm:
+            reference = plain_greedy(llm, prompts, TOKENS)
+        assert reference.dropped <= 1
+        assert_chaotic(reference.outputs)
+        return model, reference
+
+    @pytest.fixture(scope="class")
+    def llm(self, setting: Setting, random_heads: str) -> Iterator[LLM]:
+        with (
+            rules_in_triton(),
+            triton_attention_on_cpu(),
+            engine(setting[0], self.config(random_heads), **SMALL) as llm,
+        ):
+            check_warm_up(worker_of(llm))
+            yield llm
+
+    def test_same_tokens(
+        self, llm: LLM, setting: Setting, attended: Attended, proposed: list[Tensor]
+    ) -> None:
+        _, reference = setting
+        with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
+            got = complete(llm, reference.prompts, greedy(TOKENS))
+        assert differing(reference.completions, got) == []
+        assert mean_accepted(steps) > 1.0
+        assert attended.windows == {self.window}
+        assert len(proposed) == len(steps) and all(tokens[:, 1:].any() for tokens in proposed)
+        self.check_steps(steps, attended)
+
+    def check_steps(self, steps: list[Step], attended: Attended) -> None:
+        """The steps that the case tests did occur."""
+        assert any(batch.num_splits > 1 for batch in attended.batches)
+
+
+class TestLlama(Cases):
+    architecture = "Llama"
+    lengths = (LONGEST, LONGEST, LONGEST, 40, 30)  # some grow to max_model_len
+
+    def check_steps(self, steps: list[Step], attended: Attended) -> None:
+        super().check_steps(steps, attended)
+        assert any(batch.num_splits == 1 for batch in attended.batches)
+        assert mixed(steps), "no step mixed trees with prefill"
+        assert any(
+            any(row.is_tree for row in step)
+            and any(row.num_nodes == 1 and not row.is_prefill for row in step)
+            for step in steps
+        ), "no step mixed trees with plain decodes"  # near max_model_len nothing is drafted
+
+    def test_cached_prefixes(self, llm: LLM, setting: Setting, attended: Attended) -> None:
+        """Blocks with compacted nodes are reused by the next request with the same tokens."""
+        _, reference = setting
+        prompt, output = reference.prompts[0], list(reference.outputs[0])
+        before = metric(llm, "prefix_cache_hits")
+        longer = [prompt + output[:SHARED]]
+        with planted(longer, [output[SHARED:]], VOCAB):
+            (got,) = complete(llm, longer, greedy(TOKENS - SHARED))
+        assert list(got.token_ids) == output[SHARED:]
+        hits = metric(llm, "prefix_cache_hits") - before
+        assert hits > len(prompt)
+        assert attended.batches
+
+    @pytest.mark.parametrize("control", [causal_mask, no_compaction])
+    def test_each_control_differs(
+        self,
+        llm: LLM,
+        setting: Setting,
+        monkeypatch: pytest.MonkeyPatch,
+        control: Callable[[pytest.MonkeyPatch], None],
+    ) -> None:
+        part = setting[1].part(2, 2)
+        control(monkeypatch)
+        with planted(part.prompts, part.outputs, VOCAB):
+            got = complete(llm, part.prompts, greedy(FEW))
+        expected = [output[:FEW] for output in part.outputs]
+        assert any(a != b.token_ids for a, b in zip(expected, got, strict=True))
+
+
+class TestMistral(Cases):
+    architecture = "Mistral"
+    window = 24
+    lengths = (45,)
+
+
+class TestDynamic(TestMistral):
+    """Every request and step has its own tree, whose depths determine the window."""
+
+    lengths = (45, 30)
+
+    def config(self, heads: str) -> dict[str, Any]:
+        return {"method": "medusa", "model": heads, "budget": len(TREE)}
+
+    def test_same_tokens(  # type: ignore[override]
+        self, llm: LLM, setting: Setting, attended: Attended, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, reference = setting
+        random_topologies(monkeypatch)
+        depths = set()
+        write = cuda_metadata._Trees.write
+
+        def spy(trees: Any, tree: TreeBatch) -> None:
+            write(trees, tree)
+            depths.update(map(tuple, trees.buffers.depths[: tree.batch_size].tolist()))
+
+        monkeypatch.setattr(cuda_metadata._Trees, "write", spy)
+        with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
+            got = complete(llm, reference.prompts, greedy(TOKENS))
+        assert differing(reference.completions, got) == []
+        assert mean_accepted(steps) > 0.5 and len(depths) > 10
+        assert attended.windows == {self.window}

@@ -1,0 +1,215 @@
+"""EAGLE drafters with a tree: the resulting options, and refusals before weights load."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+import support.engines  # noqa: F401  vLLM looks at models in this process
+from safetensors.torch import load_file, save_file
+from support.eagle import Eagle3
+from support.models import HIDDEN, VOCAB, save_config, save_random_heads
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_medusa.config import MedusaConfigError
+from vllm_medusa.integration.eagle import check_captured_layers
+from vllm_medusa.integration.options import (
+    EITHER_SCHEDULER,
+    V1_WORKER,
+    TreeSettings,
+    has_trees,
+    is_for_v2,
+)
+from vllm_medusa.tree.dynamic import Beam, DynamicTree
+
+Config = Callable[..., Any]
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_config(tmp_path_factory.mktemp("target"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = Eagle3(torch.zeros(VOCAB, HIDDEN), 2 * torch.arange(200), (1, 2, 3))
+    return Path(model.save(tmp_path_factory.mktemp("drafter")))
+
+
+@pytest.fixture
+def config(target: str, drafter: Path) -> Config:
+    """The engine's config for given options of the drafter and of vLLM."""
+
+    def made(tree: Any = "dynamic", folder: Path = drafter, vllm: Any = (), **options: Any) -> Any:
+        given = {"method": "eagle3", "model": str(folder), "tree": tree, **options}
+        args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=given, **dict(vllm))
+        return args.create_engine_config()
+
+    return made
+
+
+@pytest.fixture
+def other(config: Config, drafter: Path, tmp_path: Path) -> Callable[..., Any]:
+    """The options of a drafter with a changed config; tensors and layers of None are removed."""
+
+    def made(changes: dict[str, Any], **tensors: Any) -> TreeSettings:
+        shutil.copytree(drafter, tmp_path, dirs_exist_ok=True)
+        own = json.loads((drafter / "config.json").read_text()) | changes
+        own = {name: value for name, value in own.items() if name != IDS or value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(own))
+        kept = load_file(drafter / "model.safetensors") | tensors
+        kept = {name: tensor for name, tensor in kept.items() if tensor is not None}
+        save_file(kept, tmp_path / "model.safetensors")
+        return TreeSettings.of(config(folder=tmp_path))
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "beam", "maximum", "budget"),
+    [
+        ({}, (10, 10, 6), 59, "auto"),
+        ({"tree": "dynamic", "budget": 7}, (10, 10, 6), 7, 7),
+        ({"tree": {"width": 2, "depth": 2}}, (2, 2, 2), 6, "auto"),
+        ({"tree": {"depth": 3}, "num_speculative_tokens": 20}, (10, 10, 3), 20, "auto"),
+        ({"tree": {"width": 2, "depth": 2}, "lookup": True}, (2, 2, 2), 59, "auto"),
+        ({"tree": "chain"}, (1, 1, 5), 5, 5),
+        ({"tree": "chain", "num_speculative_tokens": 3, "budget": "auto"}, (1, 1, 3), 3, "auto"),
+    ],
+)
+def test_the_engine_s_settings(
+    config: Config, drafter: Path, given: Any, beam: tuple[int, int, int], maximum: int, budget: Any
+) -> None:
+    made = config(**given)
+    options, speculative = TreeSettings.of(made), made.speculative_config
+    assert options.tree == DynamicTree(Beam(*beam), 1 + maximum)
+    assert (options.budget, options.heads) == (budget, str(drafter))
+    assert options.lookup == given.get("lookup", False)
+    assert options.depth == (maximum if options.lookup else min(maximum, beam[2]))
+    scratch = beam[0] * (beam[2] - 1)
+    assert made.num_lookahead_tokens == speculative.num_speculative_tokens == max(maximum, scratch)
+    assert has_trees(speculative) and speculative.method == "eagle3"
+    assert made.parallel_config.worker_cls == V1_WORKER
+    assert made.scheduler_config.scheduler_cls == EITHER_SCHEDULER
+
+
+def test_without_a_tree_vllms_path_is_used(target: str, drafter: Path) -> None:
+    given = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3}
+    args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=given)
+    made = args.create_engine_config()
+    assert not has_trees(made.speculative_config)
+    assert made.parallel_config.worker_cls != V1_WORKER
+    assert not made.additional_config and not made.scheduler_config.scheduler_cls
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tree": "chian"}, "tree is 'chian'; use"),
+        ({"tree": {"width": 65}}, "width up to 64"),
+        ({"tree": {"breadth": 3}}, "tree is {'breadth': 3}; use"),
+        ({"tree": {"width": 3}, "budget": 0}, "budget is 0"),
+        ({"num_speculative_tokens": 256}, "num_speculative_tokens is 256"),
+        ({"tree": "chain", "lookup": True}, "lookup is True, which needs dynamic trees"),
+        ({"lookup": 1}, "lookup is 1; use true or false"),
+        ({"method": "eagle"}, "or to another method"),
+        ({"vllm": {"data_parallel_size": 2}}, "data_parallel_size is 2"),
+        ({"vllm": {"enable_lora": True}}, "LoRA adapters"),
+        ({"vllm": {"async_scheduling": True}}, "async scheduling"),
+        ({"vllm": {"max_num_seqs": 64, "max_num_batched_tokens": 512}}, "has 640 rows; a step"),
+        ({"vllm": {"max_model_len": 50}}, "need 50 cache slots"),
+    ],
+)
+def test_refused(config: Config, given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        config(**given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 128, "target_hidden_size": 128}, "for targets with hidden size 128"),
+        ({"vocab_size": 500}, "for targets with vocabulary 500"),
+        ({IDS: None}, r"has none; vLLM's default is the layers \[2, 2, 1\]"),
+        ({IDS: [1, 2]}, r"layers \[1, 2\]; 3 distinct ones"),
+        ({IDS: [1, 2, 5]}, "distinct ones from 0 to 4"),
+        ({IDS: [0, 1, 2, 3]}, "3 distinct ones"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "only the target's last hidden state"),
+        ({"sliding_window": 64}, "sliding window"),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention"]}, "sliding window"),
+        ({"draft_vocab_size": 300}, r"d2t in .* has the shape \[200\]"),
+        ({"draft_vocab_size": 8}, "width is 10, but"),
+    ],
+)
+def test_other_drafters(other: Any, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(MedusaConfigError, match=words):
+        other(changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("d2t", None, 'no "d2t"'),
+        ("fc.weight", None, "EAGLE drafter"),
+        ("fc.weight", torch.zeros(HIDDEN, HIDDEN), "belongs to another target"),
+        ("fc.bias", torch.zeros(HIDDEN), 'biases in "fc"'),
+        ("mask_hidden", torch.zeros(3 * HIDDEN), "parallel drafting"),
+    ],
+)
+def test_other_tensors(other: Any, name: str, tensor: Any, words: str) -> None:
+    with pytest.raises(MedusaConfigError, match=words):
+        other({}, **{name: tensor})
+
+
+def test_heads_are_not_a_drafter(config: Config, tmp_path: Path) -> None:
+    heads = save_random_heads(tmp_path)
+    with pytest.raises(MedusaConfigError, match=r'EAGLE drafter.*"method": "medusa"'):
+        config(folder=Path(heads))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 64, "use_sliding_window": False, "max_window_layers": 36},
+        {"sliding_window": 64, "layer_types": ["full_attention"]},
+        {IDS: None, "eagle_config": {IDS: [1, 2, 3], "use_aux_hidden_state": True}},
+        {"eagle_config": {IDS: [], "use_aux_hidden_state": True, "parallel_draft_step": 1}},
+        {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+        {"target_hidden_size": HIDDEN, "target_model_type": "llama", "rope_scaling": None},
+    ],
+)
+def test_additional_keys_in_configs(other: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert other(changes).heads == str(tmp_path)
+
+
+def test_the_intended_runner(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_medusa.integration import compat
+
+    assert not is_for_v2(config().speculative_config)
+    monkeypatch.setattr(compat, "uses_v2_runner", lambda _: True)
+    with pytest.raises(MedusaConfigError, match="fell back to its V1 model runner"):
+        config()
+
+
+@pytest.mark.parametrize("first", [2, -1, 600])
+def test_a_vocabulary_that_is_not_a_subset(other: Any, first: int) -> None:
+    offsets = torch.arange(200)  # token ids 0, 2, .. 398
+    offsets[0] = first
+    with pytest.raises(MedusaConfigError, match="has token ids from"):
+        other({}, d2t=offsets)
+
+
+def test_auxiliary_layers_of_the_target(config: Config) -> None:
+    made, model = config(), torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.aux_hidden_state_layers = (1, 2, 3)
+    check_captured_layers(model, made.speculative_config)
+    model.model.aux_hidden_state_layers = (2, 3, 4)
+    with pytest.raises(MedusaConfigError, match=r"trained on .* \[1, 2, 3\], but .* \[2, 3, 4\]"):
+        check_captured_layers(model, made.speculative_config)

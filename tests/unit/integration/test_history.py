@@ -1,0 +1,86 @@
+"""Sampling metadata at each node of a path."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from vllm_medusa.integration.v1.history import MinTokensAt, PathHistory, needs_tokens
+from vllm_medusa.integration.v1.verification import _is_plain_greedy
+
+BOTH = torch.tensor([True, True])
+OTHER: Any = SimpleNamespace(is_argmax_invariant=lambda: False)  # a processor that must be kept
+
+
+class MinTokens:
+    """The part of vLLM's processor that we use."""
+
+    def __init__(self, rules: dict[int, tuple[Any, ...]]):
+        self.min_toks = rules
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+
+def metadata(**changes: Any) -> SamplingMetadata:
+    ones = torch.ones(2)
+    values = {
+        "temperature": ones, "all_greedy": False, "all_random": True, "top_p": None,
+        "top_k": None, "generators": {}, "max_num_logprobs": None, "no_penalties": True,
+        "prompt_token_ids": None, "frequency_penalties": ones, "presence_penalties": ones,
+        "repetition_penalties": ones, "output_token_ids": [[7], [8, 9]],
+        "allowed_token_ids_mask": None, "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+    }  # fmt: skip
+    return SamplingMetadata(**values | changes)
+
+
+@pytest.mark.parametrize("changes", [{"no_penalties": False}, {"bad_words_token_ids": {1: [[3]]}}])
+def test_the_path_counts_as_output(changes):
+    given = metadata(**changes)
+    assert needs_tokens(given) and not needs_tokens(metadata())
+    history = PathHistory(given, 2)
+    assert history.at(BOTH).output_token_ids == [[7], [8, 9]]
+    history.extend(torch.tensor([1, 2]))
+    history.extend(torch.tensor([3, 4]))
+    assert history.at(BOTH).output_token_ids == [[7, 1, 3], [8, 9, 2, 4]]
+    assert given.output_token_ids == [[7], [8, 9]]
+
+
+@pytest.mark.parametrize("grammar", [False, True])
+def test_stop_tokens_are_masked_until_the_minimum_is_reached(grammar):
+    """Request 0 has two of three tokens; a grammar that allows only stop tokens may end earlier."""
+    rules = {0: (3, [7, 7], {1, 2}, grammar)}
+    rows = [(0, 0), (0, 1), (1, 0), (0, 0)]
+    logits = torch.zeros(4, 4)
+    logits[3, [0, 3]] = -torch.inf  # only stop tokens are allowed
+    masked = MinTokensAt(rules, rows).apply(logits.clone()).isneginf()
+    stops = [False, True, True, False]
+    none = [False] * 4
+    allowed = [True, False, False, True] if grammar else [True] * 4
+    assert masked.tolist() == [stops, none, none, allowed]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"all_greedy": False},
+        {"no_penalties": False},
+        {"bad_words_token_ids": {1: [[3]]}},
+        {"allowed_token_ids_mask": torch.ones(2, 9, dtype=torch.bool)},
+        {"max_num_logprobs": 0},
+        {"logprob_token_ids": {0: [1]}},
+        {"logitsprocs": LogitsProcessors([MinTokens({0: (2, [], {5}, False)})])},
+        {"logitsprocs": LogitsProcessors([OTHER])},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_greedy_requests_may_need_more_than_the_argmax(changes):
+    plain = {"all_greedy": True, "all_random": False, "temperature": None}
+    assert _is_plain_greedy(metadata(**plain))
+    assert not _is_plain_greedy(metadata(**plain | changes))

@@ -1,0 +1,275 @@
+"""vLLM's CPU attention backend with trees: our kernel for branching trees, vLLM's for the rest.
+
+Chains use vLLM's kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_medusa.kv.cpu import PackedCaches
+from vllm_medusa.scorer.cpu import (
+    AttentionPlan,
+    kernel,
+    plan_branches,
+    plan_trees,
+    tree_attention,
+)
+from vllm_medusa.scorer.layout import CacheLayout
+from vllm_medusa.scorer.step import TreeStep
+
+REPLACES = "CPU_ATTN"
+
+
+# (layout of a layer's cache, its query heads, its window or None); layers of one shape share a plan
+MakePlan = Callable[[CacheLayout, int, int | None], AttentionPlan]
+
+
+@dataclass
+class TreeMetadata(CPUAttentionMetadata):
+    """vLLM's metadata for our kernel: some request verifies a tree that branches.
+
+    Or it is one level of a drafter's trees. ``plain`` is vLLM's own metadata of the other requests,
+    whose token rows are ``plain_rows``.
+    """
+
+    make_plan: MakePlan | None = None  # never None; a default is required after vLLM's fields
+    plain: CPUAttentionMetadata | None = None
+    plain_rows: Tensor | None = None  # int64
+
+    @classmethod
+    def of(
+        cls, common: CommonAttentionMetadata, make_plan: MakePlan, **changes: Any
+    ) -> TreeMetadata:
+        """Metadata of all rows of ``common``."""
+        return cls(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            scheduler_metadata=None,
+            make_plan=make_plan,
+            **changes,
+        )
+
+
+class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Splits a step into trees and the rest; the runner sets `step` during the build."""
+
+    step: TreeStep | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        """Build vLLM's metadata; with a `step`, for its plain requests only."""
+        step, common = self.step, common_attn_metadata
+        if step is None or not step.branches.any():
+            self._expect(with_trees=False)
+            return super().build(common_prefix_len, common, fast_build)
+        self._expect(with_trees=True)
+        is_tree = step.branches
+        starts = common.query_start_loc_cpu.numpy()
+        plain, rows = None, None
+        if not is_tree.all():
+            part, rows = _part(common, ~is_tree, starts)
+            plain = super().build(common_prefix_len, part, fast_build)
+        trees = torch.from_numpy(np.flatnonzero(is_tree))
+        tree, table = step.tree, common.block_table_tensor
+        if len(trees) < len(is_tree):
+            tree, table = tree.select(trees), table[trees]
+        base = (common.seq_lens - torch.from_numpy(step.num_nodes))[trees]
+        row_starts = torch.from_numpy(starts[:-1][is_tree].astype(np.int64))
+
+        @functools.cache
+        def plan(layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
+            return plan_trees(tree, base, table, layout, num_heads, window, row_starts)
+
+        return TreeMetadata.of(common, plan, plain=plain, plain_rows=rows)
+
+    def build_branches(
+        self, common: CommonAttentionMetadata, seen: Tensor, base: Tensor
+    ) -> TreeMetadata:
+        """One level of a drafter's trees: ``seen`` bool [B, queries, S], ``base`` int64 [B]."""
+        self._expect(with_trees=True)
+
+        @functools.cache
+        def plan(layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
+            assert window is None, "drafters with a window are refused"
+            return plan_branches(seen, base, common.block_table_tensor, layout, num_heads)
+
+        return TreeMetadata.of(common, plan)
+
+    @functools.cached_property
+    def _impls(self) -> list[Any]:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        return [layers[name].impl for name in self.layer_names]
+
+    def _expect(self, *, with_trees: bool) -> None:
+        """Let the layers attend with trees, or by vLLM's own method, without a call of ours."""
+        for impl in self._impls:
+            if with_trees:
+                impl.forward = impl.attend
+            elif "forward" in impl.__dict__:
+                del impl.forward
+
+
+def _part(
+    common: CommonAttentionMetadata, chosen: np.ndarray, starts: np.ndarray
+) -> tuple[CommonAttentionMetadata, Tensor]:
+    """The metadata of a subset of requests, and their token rows."""
+    requests = np.flatnonzero(chosen)
+    lengths = starts[requests + 1] - starts[requests]
+    cu = torch.from_numpy(np.concatenate(([0], lengths.cumsum())).astype(np.int32))
+    rows = np.repeat(starts[requests] - cu[:-1].numpy(), lengths) + np.arange(int(cu[-1]))
+    index = torch.from_numpy(requests)
+    part = replace(
+        common,
+        query_start_loc=cu,
+        query_start_loc_cpu=cu,
+        seq_lens=common.seq_lens[index],
+        num_reqs=len(requests),
+        num_actual_tokens=int(cu[-1]),
+        max_query_len=int(lengths.max()),
+        block_table_tensor=common.block_table_tensor[index],
+    )
+    return part, torch.from_numpy(rows.astype(np.int64))
+
+
+class TreeAttentionBackend(CPUAttentionBackend):
+    """Replaces ``CPU_ATTN``; steps without trees run vLLM's own code."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeAttentionImpl]:
+        """Layers of this backend."""
+        return TreeAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeMetadataBuilder]:
+        """Builder of its metadata."""
+        return TreeMetadataBuilder
+
+
+class TreeAttentionImpl(CPUAttentionBackendImpl):
+    """One attention layer."""
+
+    _layout: CacheLayout | None = None
+    group_caches: Any = None  # of `compact_group`, kept by a group's first layer
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.alibi_slopes is not None:
+            raise NotImplementedError(
+                "This model uses ALiBi, which tree attention does not support. Omit "
+                "method='medusa'."
+            )
+        kernel()  # fail at start-up without a compiler
+
+    def attend(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend: query [T, Hq, D] over ``kv_cache``, which already holds this step's keys."""
+        if not isinstance(attn_metadata, TreeMetadata):  # a dummy step, which builds none
+            return type(self).forward(
+                self, layer, query, key, value, kv_cache, attn_metadata, output,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        rows = attn_metadata.plain_rows
+        if rows is not None:
+            part = query[rows]
+            result = torch.empty_like(part)
+            super().forward(
+                layer, part, key, value, kv_cache, attn_metadata.plain, result,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+            output.index_copy_(0, rows, result)
+        if self._layout is None:
+            self._layout = CacheLayout.of(kv_cache, layer.isa)
+        assert attn_metadata.make_plan is not None
+        window = self.sliding_window if self.sliding_window > 0 else None
+        plan = attn_metadata.make_plan(self._layout, self.num_heads, window)
+        tree_attention(
+            query, kv_cache, plan, self.scale, self.logits_soft_cap, self.sinks, output,
+            truncate=kernel_truncates(),
+        )  # fmt: skip
+        return output
+
+
+@functools.cache
+def kernel_truncates() -> bool:
+    """Whether vLLM's CPU kernel truncates bf16 results instead of rounding to nearest.
+
+    Its builds for CPUs without bf16 instructions do (csrc/cpu/cpu_types_x86.hpp, BF16Vec16). Half
+    of all outputs then differ from rounded ones in the last bit, so trees must do the same.
+    """
+    length, size, block = 3, 32, 32  # tokens of equal weight: the result is their mean
+    values = torch.tensor([1.0, 1 + 2**-7, 1 + 2**-7]).bfloat16().view(length, 1, 1)
+    values = values.expand(length, 1, size).contiguous()
+    cache = torch.zeros(1, 1, 2 * block, size, dtype=torch.bfloat16)
+    keys, rest = cache.chunk(2, dim=2)
+    query = torch.zeros(1, 1, size, dtype=torch.bfloat16)
+    out = torch.empty_like(query)
+    lengths, starts = torch.tensor([length], dtype=torch.int32), torch.tensor([0, 1]).int()
+    ops.cpu_attn_reshape_and_cache(
+        torch.zeros_like(values), values, keys, rest, torch.arange(length), "vec"
+    )
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=1, num_heads=1, num_kv_heads=1, head_dim=size, seq_lens=lengths,
+        dtype=torch.bfloat16, query_start_loc=starts, causal=True, sliding_window_size=-1,
+        isa="vec", enable_kv_split=False,
+    )  # fmt: skip
+    ops.cpu_attention_with_kv_cache(
+        query=query, key_cache=keys, value_cache=rest, output=out, query_start_loc=starts,
+        seq_lens=lengths, scale=1.0, causal=True, alibi_slopes=None, sliding_window=-1,
+        block_table=torch.zeros(1, 1, dtype=torch.int32), softcap=0.0, scheduler_metadata=plan,
+        s_aux=None,
+    )  # fmt: skip
+    return bool((out == 1).all())
+
+
+def compact_group(
+    layers: Mapping[str, Any],
+    layer_names: list[str],
+    slots: Tensor,  # int64 [B, N], of every node
+    path_nodes: Tensor,  # int64 [B, D + 1]
+    num_accepted: Tensor,  # int64 [B]
+) -> None:
+    """Move the accepted paths to contiguous slots in every layer of a KV cache group."""
+    first = layers[layer_names[0]]
+    known: tuple[Tensor, int, PackedCaches] | None = first.impl.group_caches
+    if known is None or known[0] is not first.kv_cache or known[1] != len(layer_names):
+        group = [layers[name] for name in layer_names]
+        caches = PackedCaches(
+            (layer.kv_cache, CacheLayout.of(layer.kv_cache, layer.isa)) for layer in group
+        )
+        known = first.impl.group_caches = (first.kv_cache, len(group), caches)
+    known[2].compact(slots, path_nodes, num_accepted)

@@ -1,0 +1,70 @@
+"""Draft messages between workers and the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request
+
+from vllm_medusa.budget.acceptance import Drafted
+from vllm_medusa.integration.grammar import Candidates
+from vllm_medusa.integration.requests import GREEDY_BELOW, follows_grammar
+
+
+@dataclass
+class DraftMessage(DraftTokenIds):
+    """Drafts from a worker with trees: vLLM's message plus their survivals."""
+
+    # survival of each draft, not increasing; empty if trees are static
+    survival: list[list[float]] = field(default_factory=list)
+    # for requests with a grammar, which have no drafts above
+    candidates: dict[str, Candidates] = field(default_factory=dict)
+    # origin of each draft, see `DraftTrees.source`, for requests with copies
+    proposed_by: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class Draft(Drafted):
+    """Drafts of a request, kept until the step that may verify them ends.
+
+    Attributes:
+        request: their request; its id may be reused later.
+        token_ids: of all drafts, best first; empty if only on the device.
+        parents: parent node of each, if the request has a grammar.
+        constrained: whether the grammar has started.
+        run: tokens and kinds of the drafts forced by the grammar.
+
+    """
+
+    request: Request = field(kw_only=True)
+    token_ids: list[int] = field(default_factory=list)
+    parents: list[int] | None = None
+    constrained: bool = False
+    run: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        params = self.request.sampling_params
+        sampled = params is None or params.temperature >= GREEDY_BELOW
+        self.kind = int(sampled) + 2 * follows_grammar(params)
+
+    def keep(self, count: int) -> None:
+        """Drop all but the best ``count`` drafts."""
+        self.token_ids, self.survival = self.token_ids[:count], self.survival[:count]
+        if self.copied is not None:
+            self.copied = self.copied[:count]
+        self.limit = count if self.limit is None else min(self.limit, count)
+
+
+def tree_parents(scheduler_output: SchedulerOutput) -> Mapping[str, list[int]]:
+    """The topologies of requests with a grammar: the parent of each draft of the step."""
+    return getattr(scheduler_output, "tree_parents", {})
+
+
+def survival_of(log_survival: npt.NDArray[np.float32]) -> list[list[float]]:
+    """The survivals of each request's drafts [B, K] that can survive; they are a prefix."""
+    return [np.exp(row[np.isfinite(row)]).tolist() for row in log_survival]

@@ -1,0 +1,157 @@
+"""EAGLE drafters with trees: options, and checks that refuse configurations with wrong results.
+
+vLLM keeps its own method and config, which determine the drafter's config, its auxiliary
+hidden states, its KV cache, and the slots reserved after a request's tokens
+(`num_lookahead_tokens`, the config's ``num_speculative_tokens``). Drafting and verifying are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_medusa.config import EagleConfig, MedusaConfigError
+from vllm_medusa.heads.checkpoint import NO
+from vllm_medusa.heads.eagle import doubtful_layers, inspect_drafter, named_layers
+from vllm_medusa.heads.files import find_checkpoint
+from vllm_medusa.heads.model import HeadsError
+from vllm_medusa.integration import compat
+from vllm_medusa.integration.options import CreateConfig, TreeSettings, absolute, merged
+from vllm_medusa.tree.dynamic import Beam, DynamicTree
+
+
+def config_of_eagle(
+    engine_args: Any, create: CreateConfig, model_config: Any, parallel_config: Any, on_v2: bool
+) -> tuple[TreeSettings, Any]:
+    """The options for an EAGLE drafter, and vLLM's own config for it; see `options.prepare`."""
+    settings = merged(engine_args)
+    method = settings.pop("method")
+    if engine_args.enable_lora:
+        raise MedusaConfigError(
+            "LoRA adapters have not been tested with EAGLE trees. Omit one of them."
+        )
+    config = EagleConfig.from_speculative_config(settings)
+    tree, beam = config.grown, beam_of(config.grown)
+    check_checkpoint(config, method, model_config, beam.width)
+    options = TreeSettings(
+        heads=absolute(config.model),
+        revision=config.revision,
+        tree=tree,
+        acceptance=config.acceptance,
+        budget=config.budget or (tree.num_draft_tokens if config.tree == "chain" else "auto"),
+        lookup=config.lookup,
+        shared_noise=config.shared_noise,
+    )
+    maximum = max(tree.num_draft_tokens, scratch_of(beam))  # reserved cache slots
+    settings = {"method": method, "model": config.model, "num_speculative_tokens": maximum}
+    if on_v2:  # full CUDA graphs for steps without drafts too, see `config_of_heads`
+        settings["num_speculative_tokens_per_batch_size"] = [(1, 1, maximum), (2, 2, 0)]
+    else:  # accepted tokens are known on the host before it drafts
+        settings["disable_padded_drafter_batch"] = True
+    if config.revision is not None:
+        settings["revision"] = config.revision
+    speculative = create(settings)
+    if speculative.parallel_drafting:
+        raise MedusaConfigError(
+            f'{config.model} uses parallel drafting, which trees do not support. Omit "tree".'
+        )
+    return options, speculative
+
+
+def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width: int) -> None:
+    """Refuse a drafter for another target, or an untested one."""
+    target = {
+        "hidden_size": model_config.get_hidden_size(),
+        "vocab_size": model_config.get_vocab_size(),
+        "num_layers": model_config.hf_text_config.num_hidden_layers,
+    }
+    label = config.model
+    try:
+        found = inspect_drafter(find_checkpoint(label, config.revision), target, method)
+    except HeadsError as error:
+        raise MedusaConfigError(
+            f'{error}. Medusa and Hydra heads need "method": "medusa".'
+        ) from None
+    if width > found.draft_vocab_size:
+        raise MedusaConfigError(
+            f"The tree's width is {width}, but the drafter in {label} has {found.draft_vocab_size} "
+            "tokens. Use a narrower tree."
+        )
+    for check in found.checks:
+        if check.verdict == NO and check.name in ("hidden size", "vocabulary"):
+            raise MedusaConfigError(
+                f"The drafter in {label} is for targets with {check.name} {check.text} "
+                f"({model_config.model}). Use the target that it was trained on, or a drafter "
+                "trained for this one."
+            )
+        if check.verdict == NO:
+            raise MedusaConfigError(f"The drafter in {label}: {check.text}.")
+
+
+def scratch_of(beam: Beam) -> int:
+    """Cache slots after a request's tokens for drafting: one per expanded node."""
+    return sum(map(beam.width_at, range(1, beam.depth)))
+
+
+def beam_of(tree: Any) -> Beam:
+    """The beam of an EAGLE drafter."""
+    assert isinstance(tree, DynamicTree) and isinstance(tree.pool, Beam)
+    return tree.pool
+
+
+def check_captured_layers(model: Any, speculative: Any) -> None:
+    """Log which hidden states of the loaded target the drafter reads; refuse wrong ones."""
+    while not hasattr(model, "aux_hidden_state_layers"):
+        inner = getattr(model, "language_model", None) or getattr(model, "model", None)
+        if inner is None:
+            raise MedusaConfigError(
+                f"{type(model).__name__} does not support EAGLE-3 in vLLM. Omit it."
+            )
+        model = inner
+    shown, draft = tuple(model.aux_hidden_state_layers), speculative.draft_model_config.hf_config
+    named = named_layers(vars(draft))
+    if named is not None and tuple(sorted(named)) != shown:
+        raise MedusaConfigError(
+            f"The drafter was trained on the target's layers {sorted(named)}, but vLLM passes "
+            f"{list(shown)}."
+        )
+    compat.logger.info(
+        "EAGLE-3 drafts from the inputs of the target's layers %s, %s.",
+        ", ".join(map(str, shown)),
+        "from the drafter's config" if named else "vLLM's default; its config has none",
+    )
+    if doubt := doubtful_layers(vars(draft)):
+        compat.logger.warning("The drafter: %s.", doubt)
+
+
+def unsupported_by_eagle(config: Any) -> Iterator[str]:
+    """Yield reasons to refuse the finished config, in addition to those for heads."""
+    model, parallel, scheduler = (
+        config.model_config,
+        config.parallel_config,
+        config.scheduler_config,
+    )
+    beam = beam_of(TreeSettings.of(config).tree)
+    scratch = scratch_of(beam)
+    if parallel.data_parallel_size > 1:
+        yield (
+            f"data_parallel_size is {parallel.data_parallel_size}; EAGLE trees have not been "
+            "tested with replicas. Use 1."
+        )
+    if model.enable_prompt_embeds:
+        yield "prompt embeddings have no token ids, which EAGLE reads. Disable them."
+    if model.is_multimodal_model or model.uses_mrope:
+        yield f"{model.model} is multimodal, which EAGLE trees do not support yet."
+    rows, maximum = scheduler.max_num_seqs * beam.width, scheduler.max_num_batched_tokens
+    if rows > maximum:
+        yield (
+            f"a level of {scheduler.max_num_seqs} requests (max_num_seqs) with {beam.width} nodes "
+            f"each has {rows} rows; a step has at most {maximum} (max_num_batched_tokens). Lower "
+            "the first, or the tree's width, or raise the last."
+        )
+    if config.num_lookahead_tokens < scratch or scratch >= model.max_model_len:
+        yield (
+            f"the branches of a tree of width {beam.width} and depth {beam.depth} need {scratch} "
+            f"cache slots after a request's tokens. vLLM reserves {config.num_lookahead_tokens}, "
+            f"and max_model_len is {model.max_model_len}. Use a narrower or shallower tree."
+        )

@@ -1,0 +1,397 @@
+"""Trees from an EAGLE drafter, with its own KV cache, for both of vLLM's runners.
+
+A drafter's layer takes features of the target, shifted by one: its entry at position p combines
+the target's hidden states there and the token at p + 1. So the entries of all accepted tokens
+can be exact: after each verification the accepted path is run through the drafter with the
+target's own hidden states, into the path's slots. Branches are scratch after them. A branch's
+hidden states are the drafter's own; the next prefill overwrites its entries. Tokens of
+steps that do not draft are deferred and processed together (`PendingTokens`).
+
+    slots    | exact, up to the token before x ............ | scratch: level 1 | level 2 | ...
+    tokens     t1 t2 ... x (drawn last)                       k nodes            k nodes
+
+The host knows only shapes and upper bounds. No host sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.forward_context import set_forward_context
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_medusa.integration.eagle import scratch_of
+from vllm_medusa.integration.eagle_kernel import eagle_cache, eagle_weights
+from vllm_medusa.noise import LevelNoise, Noise, Stream
+from vllm_medusa.proposer.beam import beam_call
+from vllm_medusa.proposer.build import build_tree
+from vllm_medusa.proposer.choices import Choices, read_choices
+from vllm_medusa.proposer.eagle import MAX_ROWS, EagleBeam, EagleCache
+from vllm_medusa.sampler import Verdict
+from vllm_medusa.tree.draft_trees import DraftTrees
+from vllm_medusa.tree.dynamic import Beam
+
+NO_SLOT = -1  # slot of entries that are not stored
+_MAX_PENDING_ROWS = 128  # max pending rows processed in one step
+_MAX_PENDING_STEPS = 32  # max steps to defer
+
+
+@dataclass(frozen=True)
+class AcceptedPaths:
+    """The tokens that the latest step accepted, T rows, request by request.
+
+    If the counts are only on the device, each request has the max number of rows; rows after
+    ``last`` have no slot, and no other row attends to them.
+    """
+
+    common: CommonAttentionMetadata  # of these rows; slots are `NO_SLOT` after ``last``
+    last: Tensor  # int64 [B], the row of each request's last token
+    next_ids: Tensor  # integer [T], the next token of each
+    positions: Tensor  # int64 [T]
+    features: Tensor  # [T, features], the target's hidden states
+    ends: Tensor  # int64 [B], the position after each request's last token
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Roots of B requests' trees: the drafter's states at their last exact entries."""
+
+    normed: Tensor  # [B, H], input of its LM head
+    hidden: Tensor  # [B, H], input of its next step
+    ends: Tensor  # int64 [B], number of exact entries
+    longest: int  # upper bound of `ends`
+    block_table: Tensor  # int32 [B, blocks]
+
+
+def accepted_paths(
+    drafter: EagleTrees,
+    verdict: Verdict | None,  # of the step; None without drafts
+    deepest: int,  # upper bound of accepted drafts per request
+    query_start: np.ndarray,  # integer [>= B], first row of each request
+    scheduled: np.ndarray,  # integer [B], rows of each request
+    num_drafts: np.ndarray,  # integer [B], number of drafts at the end of each
+    computed: Tensor,  # int64 [B], computed tokens of each before the step
+    input_ids: Tensor,  # integer [>= rows]
+    next_tokens: Tensor,  # int64 [B], the token that follows the accepted ones
+    features: Sequence[Tensor],  # [rows, H] each, hidden states of the target
+    block_table: Tensor,  # int32 [B, blocks]
+    longest: int,  # upper bound of tokens per request
+) -> AcceptedPaths:
+    """The accepted paths, each padded with rows to the max depth.
+
+    A request's rows are those up to its root, then one node per depth. The node, and whether it
+    was accepted, are known only on the device.
+    """
+    device, count = computed.device, len(scheduled)
+    before = scheduled - num_drafts  # rows up to the root
+    counts = (before + np.minimum(num_drafts, deepest)).astype(np.int64)
+    starts = np.concatenate(([0], counts.cumsum()))
+    owners = np.repeat(np.arange(count), counts)
+    places = np.arange(starts[-1]) - starts[owners]
+    depths = np.maximum(places - before[owners] + 1, 0)
+    rows = query_start[owners] + np.minimum(places, before[owners] - 1)
+    owner, place, depth, row = async_tensor_h2d(
+        np.stack([owners, places, depths, rows]), device=device
+    )
+    first, root, size = async_tensor_h2d(np.stack([starts[:-1], before - 1, counts]), device=device)
+    last, positions = root, computed[owner] + place
+    slots = drafter.slots(block_table, owner, positions)
+    if verdict is not None:
+        path = verdict.path
+        last = root + path.num_accepted
+        row = row + path.nodes[owner, depth]
+        slots = torch.where(depth <= path.num_accepted[owner], slots, NO_SLOT)
+    next_ids = input_ids[row].roll(-1).to(torch.int64)
+    common = CommonAttentionMetadata(
+        query_start_loc=async_tensor_h2d(starts.astype(np.int32), device=device),
+        query_start_loc_cpu=torch.from_numpy(starts.astype(np.int32)),
+        seq_lens=(computed + size).to(torch.int32),
+        num_reqs=count,
+        num_actual_tokens=len(rows),
+        max_query_len=int(counts.max()),
+        max_seq_len=longest,
+        block_table_tensor=block_table,
+        slot_mapping=slots,
+    )
+    return AcceptedPaths(
+        common=common,
+        last=first + last,
+        next_ids=next_ids.index_copy(0, first + last, next_tokens),
+        positions=positions,
+        features=torch.cat([state[row] for state in features], -1),
+        ends=computed + last + 1,
+    )
+
+
+class EagleTrees:
+    """Mixin for classes with a drafter's module and attention groups; see `trees.Drafter`."""
+
+    vllm_config: Any
+    model: Any  # vLLM's module
+    method: str
+    beam: Beam
+    block_size: int  # of its KV cache group
+    tree = None
+    target_ids: Tensor | None = None  # int64 [V_draft]; None: same vocabulary
+    kernel: EagleBeam | None = None  # for few rows on CPUs
+    _known_cache: EagleCache | None = None
+
+    @property
+    def groups(self) -> Sequence[Any]:
+        """The attention groups of its layers; empty before the KV cache exists."""
+        raise NotImplementedError
+
+    @property
+    def scratch(self) -> int:
+        """KV slots after a request's tokens that drafting uses."""
+        return scratch_of(self.beam)
+
+    def prepare(self) -> None:
+        """Set what drafting needs of a loaded drafter."""
+        offsets = getattr(self.model, "draft_id_to_target_id", None)
+        if offsets is not None:
+            self.target_ids = torch.arange(len(offsets), device=offsets.device) + offsets
+        weights = None if self.method != "eagle3" else eagle_weights(self.model, self.target_ids)
+        if weights is not None and EagleBeam.serves(weights, self.beam):
+            dtype = self.vllm_config.speculative_config.draft_model_config.hf_config.dtype
+            self.kernel = EagleBeam(weights, exact=str(dtype).endswith("float32"))  # as stored
+
+    @torch.inference_mode()
+    def prefill(self, paths: AcceptedPaths) -> Roots:
+        """Compute the exact cache entries of the accepted tokens."""
+        features, common, last = paths.features, paths.common, paths.last
+        table, longest = common.block_table_tensor, common.max_seq_len
+        cache = self._cache(len(features))
+        if cache is not None and self.kernel is not None:
+            starts = common.query_start_loc[:-1].to(torch.int64)
+            rows = starts, last, paths.next_ids, paths.positions, common.slot_mapping, features
+            normed, hidden = self.kernel.prefill(cache, table, *rows)
+            dtype = features.dtype
+            return Roots(normed.to(dtype), hidden.to(dtype), paths.ends, longest, table)
+        if self.method == "eagle3":
+            features = self.model.combine_hidden_states(features)
+        normed, hidden = self._forward(common, paths.next_ids, paths.positions, features)
+        return Roots(normed[last], hidden[last], paths.ends, longest, table)
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        states: Roots,
+        root: Tensor,
+        num_nodes: int,
+        max_depth: Tensor,
+        limit: int | None = None,
+        min_survival: float | None = None,
+        stream: Stream | None = None,
+    ) -> DraftTrees:
+        """See `trees.Drafter`; runs all levels."""
+        noise = None
+        if stream is not None:
+            ids = self.target_ids
+            if ids is None:
+                ids = torch.arange(
+                    self.vllm_config.model_config.get_vocab_size(), device=root.device
+                )
+            noise = Noise(stream, ids)
+        beam = self.beam.within(num_nodes if limit is None else limit)
+        cache = self._cache(len(root) * beam.width)
+        if cache is not None and self.kernel is not None:
+            levels = None if noise is None else noise.at(0, beam.depth)
+            call = beam_call(self.beam, root, num_nodes, max_depth, limit, levels)
+            given = states.block_table, states.normed, states.hidden, states.ends
+            found = self.kernel.draft(cache, *given, call)
+            return found or DraftTrees.roots(len(root), num_nodes, root.device)
+        branches = _Branches(self, states, max_depth > 0, noise)
+        return build_tree(branches, self.beam, root, num_nodes, max_depth, limit)
+
+    def choices(self, normed: Tensor, width: int, noise: LevelNoise | None) -> Choices:
+        """The best tokens after states [B, k, H] of one level."""
+        rows = normed.flatten(0, 1)
+        logits = self.model.logits_processor(self.model.lm_head, rows).float()
+        logits = logits.unflatten(0, normed.shape[:2])  # [B, k, V_draft]
+        return read_choices(logits, width, noise=noise, token_map=self.target_ids)
+
+    def _forward(
+        self,
+        common: CommonAttentionMetadata,
+        token_ids: Tensor,  # [T]
+        positions: Tensor,  # int64 [T]
+        hidden: Tensor,  # [T, H]
+        branches: tuple[Tensor, Tensor] | None = None,  # nodes visible to each node; None: a chain
+    ) -> tuple[Tensor, Tensor]:
+        metadata: dict[str, Any] = {}
+        slots: dict[str, Tensor] = {}
+        for group in self.groups:
+            builder = group.get_metadata_builder()
+            if branches is None:
+                built = builder.build(0, common)
+            else:
+                built = builder.build_branches(common, *branches)
+            metadata |= dict.fromkeys(group.layer_names, built)
+            slots |= dict.fromkeys(group.layer_names, common.slot_mapping)
+        with set_forward_context(
+            metadata or None,  # no cache in vLLM's memory profiling
+            self.vllm_config,
+            num_tokens=common.num_actual_tokens,
+            slot_mapping=slots or None,
+        ):
+            normed, hidden = self.model(
+                input_ids=token_ids.to(torch.int32),
+                positions=positions,
+                hidden_states=hidden,
+                inputs_embeds=None,
+            )
+        return normed, hidden
+
+    def _cache(self, rows: int) -> EagleCache | None:
+        """The layer's cache for the kernel; None if it does not serve this many rows."""
+        if self.kernel is None or rows > MAX_ROWS or not self.groups:
+            return None
+        ((name,),) = (group.layer_names for group in self.groups)
+        layer = self.vllm_config.compilation_config.static_forward_context[name]
+        known = self._known_cache
+        if known is None or known.tensor is not layer.kv_cache:
+            known = self._known_cache = eagle_cache(layer)
+        return known
+
+    def slots(self, block_table: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
+        """Cache slots, int64, of positions of requests: integers of equal shape."""
+        blocks = torch.div(positions, self.block_size, rounding_mode="floor")
+        offsets = positions - blocks * self.block_size
+        return block_table[requests, blocks].to(torch.int64) * self.block_size + offsets
+
+
+class PendingTokens:
+    """Tokens of plain steps, run through the drafter many at a time, like prompts.
+
+    A plain step adds one token per request. The drafter needs the entries when it drafts next, and
+    when other requests run, which may share them as a prefix or reuse their slots. The step's own
+    entries are added later.
+    """
+
+    def __init__(self, drafter: EagleTrees) -> None:
+        self._drafter = drafter
+        self._requests: list[str] = []
+        self._steps: list[AcceptedPaths] = []
+
+    def roots(
+        self, requests: Sequence[str], paths: AcceptedPaths, *, plain: bool, drafts: bool
+    ) -> Roots | None:
+        """Add a step's tokens, and process all pending ones if due.
+
+        Args:
+            requests: the B requests of the step.
+            paths: their accepted paths.
+            plain: whether each request has one row.
+            drafts: whether the roots are needed.
+
+        """
+        if not plain or self._requests != requests:
+            self.flush()
+        if not plain:
+            return self._drafter.prefill(paths)
+        self._requests = list(requests)
+        if not drafts:  # the table is owned by the runner, which changes it
+            table = paths.common.block_table_tensor.clone()
+            paths = replace(paths, common=replace(paths.common, block_table_tensor=table))
+        self._steps.append(paths)
+        depth = len(self._steps)
+        enough = depth >= _MAX_PENDING_STEPS or depth * len(requests) >= _MAX_PENDING_ROWS
+        return self.flush() if drafts or enough else None
+
+    def flush(self) -> Roots | None:
+        """Compute the entries of all pending tokens; returns the roots after them, if any."""
+        steps, self._steps = self._steps, []
+        if len(steps) <= 1:
+            return self._drafter.prefill(steps[0]) if steps else None
+        last, depth = steps[-1], len(steps)
+
+        def in_turn(values: Iterable[Tensor]) -> Tensor:  # request by request
+            return torch.stack([*values], 1).flatten(0, 1)
+
+        starts = last.common.query_start_loc * depth
+        common = replace(
+            last.common,
+            query_start_loc=starts,
+            query_start_loc_cpu=last.common.query_start_loc_cpu * depth,
+            num_actual_tokens=last.common.num_actual_tokens * depth,
+            max_query_len=depth,
+            slot_mapping=in_turn(step.common.slot_mapping for step in steps),
+        )
+        paths = replace(
+            last,
+            common=common,
+            last=starts[1:].to(torch.int64) - 1,
+            next_ids=in_turn(step.next_ids for step in steps),
+            positions=in_turn(step.positions for step in steps),
+            features=in_turn(step.features for step in steps),
+        )
+        return self._drafter.prefill(paths)
+
+
+class _Branches:
+    """The drafter at one step of B requests; see `build.Branching`.
+
+    Requests that are not ``used`` (bool [B]) get no slots and no context: there may be no free
+    slots after their tokens.
+    """
+
+    def __init__(
+        self, drafter: EagleTrees, roots: Roots, used: Tensor, noise: Noise | None
+    ) -> None:
+        self.drafter, self.roots, self.used, self.noise = drafter, roots, used, noise
+        self.ends = torch.where(used, roots.ends, 0)
+        self.hidden = roots.hidden.unsqueeze(1)  # [B, k, H] of the latest level
+        self.seen = roots.ends.new_zeros((len(roots.ends), 1, 0), dtype=torch.bool)  # [B, k, S]
+
+    def expand(self, level: int, tokens: Tensor, parents: Tensor, width: int) -> Choices:
+        """The choices below nodes; the roots' own states are already exact."""
+        normed = self.roots.normed.unsqueeze(1)
+        if level > 0:
+            own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
+            own = own.expand(len(tokens), -1, -1)
+            self.seen = torch.cat([_of_parents(self.seen, parents), own], 2)
+            normed, self.hidden = self._run(level, tokens, _of_parents(self.hidden, parents))
+        noise = None if self.noise is None else self.noise.at(level, level + 1)
+        return self.drafter.choices(normed, width, noise)
+
+    def _run(self, level: int, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed and hidden states [B, k, H] of a level; ``hidden`` [B, k, H] are the parents'.
+
+        Each node attends to the scratch in ``seen``; the level's own nodes are the last.
+        """
+        (batch, width), size = token_ids.shape, self.seen.shape[2]
+        device, table = token_ids.device, self.roots.block_table
+        nodes = torch.arange(size - width, size, device=device)
+        requests = torch.arange(batch, device=device)[:, None]
+        slots = self.drafter.slots(table, requests, self.ends[:, None] + nodes)
+        starts = 0, (batch + 1) * width, width
+        common = CommonAttentionMetadata(
+            query_start_loc=torch.arange(*starts, dtype=torch.int32, device=device),
+            query_start_loc_cpu=torch.arange(*starts, dtype=torch.int32),
+            seq_lens=(self.ends + size).to(torch.int32),
+            num_reqs=batch,
+            num_actual_tokens=batch * width,
+            max_query_len=width,
+            max_seq_len=self.roots.longest + size,
+            block_table_tensor=table,
+            slot_mapping=torch.where(self.used[:, None], slots, NO_SLOT).flatten(),
+        )
+        positions = (self.ends - 1 + level).repeat_interleave(width)
+        branches = None if size == level else (self.seen, self.ends)  # a chain attends to all of it
+        states = self.drafter._forward(
+            common, token_ids.flatten(), positions, hidden.flatten(0, 1), branches
+        )
+        normed, hidden = (state.unflatten(0, (batch, width)) for state in states)
+        return normed, hidden
+
+
+def _of_parents(values: Tensor, parents: Tensor) -> Tensor:
+    """[B, k, n] of the level above, by int64 [B, k'] -> [B, k', n]."""
+    return values.gather(1, parents.unsqueeze(-1).expand(-1, -1, values.shape[2]))

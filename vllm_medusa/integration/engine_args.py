@@ -1,0 +1,152 @@
+"""Hooks on vLLM's engine arguments: the flag, the speculative config, the start-up checks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from vllm_medusa.config import MedusaConfigError
+from vllm_medusa.integration.overrides import override
+
+METHOD = "medusa"
+EAGLE_METHODS = ("eagle", "eagle3")  # with a "tree"; without one they are vLLM's alone
+_CROWDED = "Consider increasing max_num_batched_tokens"  # vLLM's error for adapters with drafts
+
+
+def install(arg_utils: ModuleType) -> None:
+    """Hook `EngineArgs` of ``vllm.engine.arg_utils``; a second call changes nothing."""
+    engine_args = arg_utils.EngineArgs
+    override(engine_args, "create_speculative_config", _create_speculative_config)
+    override(engine_args, "create_engine_config", _create_engine_config)
+    override(engine_args, "add_cli_args", _add_cli_args)
+    override(engine_args, "from_cli_args", _from_cli_args)
+
+
+def _create_speculative_config(
+    original: Callable[..., Any], self: Any, target_model_config: Any, target_parallel_config: Any
+) -> Any:
+    speculative = _mapping(self.speculative_config)
+    method = self.spec_method or speculative.get("method")
+    if method != METHOD and not (method in EAGLE_METHODS and "tree" in speculative):
+        _refuse_lost_keys(speculative, method)
+        return original(self, target_model_config, target_parallel_config)
+    from vllm_medusa.integration import metrics, requests, stopping
+    from vllm_medusa.integration.eagle import config_of_eagle
+    from vllm_medusa.integration.options import config_of_heads, prepare
+
+    for module in (requests, metrics, stopping):
+        module.install()
+    make = config_of_heads if method == METHOD else config_of_eagle
+    return prepare(self, original, target_model_config, target_parallel_config, make)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """The speculative configuration as passed, or {}."""
+    if not isinstance(value or {}, Mapping):
+        raise MedusaConfigError(
+            f"speculative_config is {value!r}; use an object such as "
+            '{"method": "medusa", "model": "path/to/heads"}.'
+        )
+    return dict(value or {})
+
+
+def _refuse_lost_keys(speculative: Mapping[str, Any], method: str | None) -> None:
+    """Refuse our keys, or a misspelled "medusa", with another method."""
+    ours = [key for key in ("tree", "acceptance", "budget", "lookup") if key in speculative]
+    if ours or (method is not None and method.strip().lower() == METHOD):
+        found = f"method is {method!r}" if method else "no method is set"
+        raise MedusaConfigError(
+            f"speculative_config has {', '.join(map(repr, ours)) or 'a misspelled method'}, but "
+            f'{found}. Trees need "method": "medusa", or "eagle" or "eagle3" and a "tree".'
+        )
+
+
+def _create_engine_config(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        config = original(self, *args, **kwargs)
+    except ValueError as error:
+        if not (self.enable_lora and _CROWDED in str(error)):
+            raise
+        if METHOD not in (self.spec_method, (self.speculative_config or {}).get("method")):
+            raise
+        _leave_room_for_adapters(self)
+        config = original(self, *args, **kwargs)
+    if self.speculative_config or self.spec_method:
+        from vllm_medusa.integration.checks import check_engine
+        from vllm_medusa.integration.cuda_graphs import capture_more_trees
+        from vllm_medusa.integration.options import TreeSettings, has_trees
+
+        if has_trees(config.speculative_config):
+            check_engine(config)
+            capture_more_trees(self, config, TreeSettings.of(config).tree.num_nodes)
+    return config
+
+
+def _leave_room_for_adapters(engine_args: Any) -> None:
+    """Limit the drafts per request: vLLM's LoRA buffers limit the tokens of a step.
+
+    vLLM has already set its defaults of the other two numbers.
+    """
+    tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
+    speculative = dict(engine_args.speculative_config or {})
+    given = speculative.get("num_speculative_tokens", engine_args.spec_tokens)
+    maximum = tokens // requests - 1
+    if given is not None or maximum < 1:
+        raise MedusaConfigError(
+            f"With LoRA adapters, vLLM needs max_num_batched_tokens ({tokens}) to be at least "
+            f"max_num_seqs ({requests}) times the nodes of a tree, root included"
+            + (f" ({given + 1})" if given is not None else " (2 or more)")
+            + ". Raise the first or lower one of the others."
+        )
+    engine_args.speculative_config = speculative | {"num_speculative_tokens": maximum}
+
+
+def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
+    parser = original(parser)
+    if "--speculative-model" not in parser._option_string_actions:
+        parser.add_argument(
+            "--speculative-model",
+            metavar="HEADS",
+            default=None,
+            help="Medusa heads (folder, file or hub name) for tree speculation; the same as "
+            '--speculative-config \'{"method": "medusa", "model": HEADS}\', whose other keys '
+            "(tree, budget, lookup, acceptance, num_speculative_tokens) may be set too. Or "
+            'the folder of an EAGLE drafter, with "tree": "dynamic".',
+        )
+    return parser
+
+
+def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    heads = getattr(args, "speculative_model", None)
+    if heads is not None:
+        args = argparse.Namespace(**vars(args))
+        args.speculative_config = _with_heads(heads, args)
+    return original(cls, args)
+
+
+def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Merge the flag into ``--speculative-config``; conflicting flags are refused."""
+    config = _mapping(getattr(args, "speculative_config", None))
+    by_flag, by_config = getattr(args, "spec_method", None), config.get("method")
+    for flag, value in (
+        ("--spec-model", getattr(args, "spec_model", None)),
+        ("--speculative-config['model']", config.get("model")),
+        ("--spec-method", None if by_flag == METHOD else by_flag),
+        ("--speculative-config['method']", None if by_config == METHOD else by_config),
+    ):
+        if value is not None:
+            raise MedusaConfigError(
+                f"--speculative-model {heads} and {flag} = {value!r} conflict. Omit one "
+                "of them; --spec-model is for other methods."
+            )
+    if by_flag or by_config:
+        return {**config, "model": heads} | ({} if by_flag else {"method": METHOD})
+    from vllm_medusa.heads.eagle import drafter_method  # imports torch, which is slow
+
+    method = drafter_method(heads)
+    own = {"method": METHOD} if method is None else {"method": method, "tree": "dynamic"}
+    return {**own, **config, "model": heads}

@@ -1,0 +1,506 @@
+"""vLLM's scheduler with draft trees: its hooks, and the parts that they call.
+
+The number of nodes to verify, and for which requests, is decided here, once for all ranks, when
+the drafts of a step have arrived and before the next step is scheduled. Truncated trees are
+prefixes, so a share is a count. Whether the heads run is decided one step earlier, with the
+number of draft tokens that vLLM's scheduler sends with every step.
+
+If vLLM schedules a step ahead, drafts stay on the device and can't be reduced to the best: every
+request that decodes gets the same number, fixed together with the step that drafts
+them. Their survivals arrive with the output of the step that verified them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm import envs
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_medusa.budget.acceptance import USUAL_TAUS, ExpectedAcceptance
+from vllm_medusa.budget.policy import Auto, Fixed
+from vllm_medusa.budget.store import CostStore
+from vllm_medusa.integration import compat
+from vllm_medusa.integration.clock import PipelinedClock, Step, StepClock
+from vllm_medusa.integration.draft_messages import Draft, survival_of
+from vllm_medusa.integration.grammar_drafts import GrammarDrafts
+from vllm_medusa.integration.metrics import StepReport
+from vllm_medusa.integration.options import TreeSettings, absolute
+from vllm_medusa.integration.requests import request_config
+from vllm_medusa.plugin import installed_vllm
+from vllm_medusa.tree.draft_trees import FROM_LOOKUP
+from vllm_medusa.tree.dynamic import Beam, DynamicTree
+
+_SAVE_SECONDS, _SAVE_IDLE_SECONDS = 60.0, 10.0  # the end of an engine is not announced
+_SAVE_STEPS = 50  # min new steps to write
+_REPORT_STEPS = 8  # plain steps per report
+_PREFILL_STEPS = 32  # window of the fraction of prefills
+_FORCED_EVERY = 4  # interval of searches for forced tokens while they do not pay
+
+
+class TreeScheduler(Scheduler):
+    """vLLM's scheduler, with the drafts that are worth their cost."""
+
+    ahead = False  # whether a step is scheduled before the output of the last arrives
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = options = TreeSettings.of(self.vllm_config)
+        tree, on_v2 = options.tree, compat.uses_v2_runner(self.vllm_config.parallel_config)
+        self.max_drafts = tree.num_draft_tokens  # per request
+        self.pending: dict[str, Draft] = {}
+        self.clock = PipelinedClock() if self.ahead else StepClock()
+        depth = min(options.depth, tree.max_depth)  # without lookup
+        # V1 steps support trees of any depth
+        run_depth = depth if on_v2 or options.budget is None else self.max_drafts
+        self.grammar = GrammarDrafts(
+            self.structured_output_manager,
+            self.vllm_config.model_config.get_vocab_size(),
+            self.max_model_len,
+            depth,
+            run_depth,
+        )
+        # forced runs are also drafted in steps without heads
+        self.drafts_forced = not on_v2 and not isinstance(options.budget, int | None)
+        key = cost_key(self.vllm_config) | {"rows": str(self.max_step_rows())}
+        self.costs = CostStore(Path(envs.VLLM_CACHE_ROOT) / "medusa", key, self.max_step_rows())
+        self.policy = self.new_policy()
+        if self.policy is not None:  # vLLM then requests no drafts by itself
+            self.dynamic_sd_lookup = [0] * (1 + self.max_num_running_reqs)
+        self._report = StepReport()
+        # max nodes that heads drafted after the step of the last output; None: no limit
+        self._limit_of_last: int | None = None
+        self._prefills = 0.0  # fraction of recent steps with a prefill
+        self._requests_wait = False  # despite free rows
+        self._has_sessions = False  # some request takes more input later
+        self._forced_turn = 0
+
+    def new_policy(self) -> Auto | Fixed | None:
+        """The policy for the number of nodes; None: trees are static, and vLLM truncates them."""
+        options = self.options
+        if options.budget is None:
+            return None
+        if isinstance(options.budget, int):
+            return Fixed(self.max_drafts)
+        cost, problem = self.costs.load()
+        if problem:
+            compat.logger.info("Measuring step costs again: %s", problem)
+        acceptance = ExpectedAcceptance(options.taus or USUAL_TAUS)
+        assert isinstance(options.tree, DynamicTree)
+        top_limit = options.tree.top_limit
+        return Auto(cost, acceptance, self.max_drafts, top_limit, even=self.ahead)
+
+    def add_request(self, request: Request) -> None:
+        """Add a request, or more input of one; its accepted drafts are counted by depth."""
+        self._has_sessions |= request.resumable
+        super().add_request(request)
+        own = request_config(request.sampling_params, self.options.acceptance).max_draft_tokens
+        added: Any = self.requests.get(request.request_id, request)
+        added.max_draft_tokens = own  # None: no limit
+        if request.spec_decode_metrics is not None:
+            runs = self.grammar.run_depth if request.use_structured_output else 0
+            depth = max(self.options.depth, runs)
+            request.spec_decode_metrics = RequestSpecDecodeMetrics.new(depth)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step; topologies that workers can't know are sent to them."""
+        self._learn_time(self.clock.begin())
+        if self._has_sessions:  # more input follows the accepted tokens, with or without stop token
+            for request in self.running:
+                if request.resumable:
+                    request.spec_token_ids = []
+        started = time.perf_counter()
+        output: Any = super().schedule(*args, **kwargs)
+        scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        nodes = {req_id: len(tokens) for req_id, tokens in drafts.items()}
+        rows = output.total_num_scheduled_tokens
+        if nodes:
+            prefill = any(n != 1 + nodes.get(req_id, 0) for req_id, n in scheduled.items())
+        else:
+            prefill = rows != len(scheduled)
+        self._prefills += (prefill - self._prefills) / _PREFILL_STEPS
+        self._requests_wait = bool(self.waiting) and rows < self.max_num_scheduled_tokens
+        if self.policy is not None and not self.ahead:
+            output.num_spec_tokens_to_schedule = self._limit(len(scheduled)) if scheduled else 0
+        limit = output.num_spec_tokens_to_schedule
+        self.clock.start(Step(started, rows, len(scheduled), limit, prefill, nodes))
+        trees = {
+            req_id: draft.parents[: len(tokens)]
+            for req_id, tokens in drafts.items()
+            if (draft := self._draft_of(req_id)) is not None
+            and draft.parents is not None
+            and draft.token_ids[: len(tokens)] == tokens  # otherwise vLLM's placeholders
+        }
+        if trees:
+            output.tree_parents = trees
+        return output  # type: ignore[no-any-return]
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Reduce the received drafts to those that the next step verifies."""
+        if not any(draft_token_ids.draft_token_ids) and not self._needs_no_heads(draft_token_ids):
+            for request in map(self.requests.get, draft_token_ids.req_ids):
+                if request is not None and request.spec_token_ids:
+                    request.spec_token_ids = []
+            self._report.chosen = 0
+            if isinstance(self.policy, Auto) and self._looks_for_copies:
+                self.policy.acceptance.no_copies(len(draft_token_ids.req_ids))
+            return
+        drafts = self._received(draft_token_ids)
+        counts = [len(draft.token_ids) for draft in drafts.values()]
+        if any(counts) and self.policy is not None:
+            counts = self.policy.counts([*drafts.values()], len(self.running), self._room())
+        self._report.chosen = sum(counts)
+        for draft, count in zip(drafts.values(), counts, strict=True):
+            draft.request.spec_token_ids = draft.token_ids[:count]
+        self.pending |= drafts
+        if len(self.pending) > len(self.requests):
+            self.pending = {
+                name: draft for name, draft in self.pending.items() if self._draft_of(name)
+            }
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Record the drafts that a step scheduled ahead verifies; masks encode which are valid."""
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
+        scheduled, parents = scheduler_output.scheduled_spec_decode_tokens, {}
+        for req_id, candidates in getattr(draft_token_ids, "candidates", {}).items():
+            request, count = self.requests.get(req_id), len(scheduled.get(req_id, ()))
+            if not count or request is None or not request.use_structured_output:
+                continue
+            draft, scheduled[req_id] = self.grammar.scheduled(request, candidates, count)
+            parents[req_id] = draft.parents
+            scheduler_output.num_invalid_spec_tokens[req_id] = count - len(draft.token_ids)
+            self.pending[req_id] = draft
+        extended: Any = scheduler_output
+        extended.tree_parents = parents
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Each node's mask is the grammar's state after its own path."""
+        if not scheduler_output.has_structured_output_requests:
+            return super().get_grammar_bitmask(scheduler_output)
+        return self.grammar.bitmask(scheduler_output, self.pending, super().get_grammar_bitmask)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: Any
+    ) -> Any:
+        """Update the estimates from a step; the rest is vLLM's."""
+        step = self.clock.output()
+        if step is not None and step.requests:  # vLLM collects its statistics in the call below
+            drafted = step.limit > 0 and self.options.tree.max_depth > 0
+            nodes = sum(step.nodes.values())
+            self._report.add(step.requests, nodes, prefill=step.prefill, drafted=drafted)
+            step.tokens = sum(map(len, model_runner_output.sampled_token_ids))
+        self._learn_drafts(scheduler_output, model_runner_output)
+        result = super().update_from_output(scheduler_output, model_runner_output)
+        if step is not None and step.requests:
+            self._limit_of_last = step.limit if step.limit < self.max_drafts else None
+            more = self.has_unfinished_requests()
+            self._learn_time(self.clock.end(step, more=more))
+            self.save_costs(_SAVE_SECONDS if more else _SAVE_IDLE_SECONDS)
+        return result
+
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> SchedulerStats | None:
+        """Add step statistics to vLLM's, for the front end's metrics."""
+        if self.log_stats and self.policy is not None and not self._report_can_wait():
+            spec_decoding_stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
+            if isinstance(self.policy, Auto):
+                self._report.ratio = round(1e3 * self.policy.expected_ratio)
+            self._report.put_into(spec_decoding_stats)
+            self._report = StepReport()
+        return super().make_stats(spec_decoding_stats, *args, **kwargs)
+
+    def _report_can_wait(self) -> bool:
+        """Whether the report is only a few plain steps, and a step follows."""
+        report = self._report
+        other = report.tree or report.prefill or report.heads or report.chosen
+        return not other and 0 < report.plain < _REPORT_STEPS and bool(self.running)
+
+    def shutdown(self) -> None:
+        """Store step costs; the rest is vLLM's."""
+        self.save_costs(0.0)
+        super().shutdown()
+
+    def save_costs(self, min_seconds: float) -> None:
+        """Write step costs, if the last write was that long ago."""
+        if isinstance(self.policy, Auto):
+            problem = self.costs.save(self.policy.cost, _SAVE_STEPS, min_seconds)
+            if problem:
+                compat.logger.warning_once("Step costs can't be stored: %s", problem)
+
+    def max_step_rows(self) -> int:
+        """Max rows of a decoding step."""
+        maximum = self.scheduler_config.max_num_seqs * (1 + self.max_drafts)
+        return min(self.max_num_scheduled_tokens, maximum)
+
+    def _limit(self, requests: int) -> int:
+        """Max nodes to draft per request, for that many requests."""
+        assert self.policy is not None
+        if not self._some_draft():
+            return 0
+        room = self.max_num_scheduled_tokens - requests
+        if self.options.max_rows is not None:
+            room = min(room, self.options.max_rows - requests)
+        return self.policy.limit(requests, room, self._prefills)
+
+    def _some_draft(self) -> bool:
+        """Whether any running request allows drafts."""
+        return any(max_draft_tokens(request) != 0 for request in self.running)
+
+    def _draft_of(self, req_id: str) -> Draft | None:
+        """The pending draft of a request; its id may have been reused."""
+        draft = self.pending.get(req_id)
+        if draft is None or draft.request is not self.requests.get(req_id):
+            return None
+        return draft
+
+    @property
+    def _looks_for_copies(self) -> bool:
+        """Whether the absence of copied drafts is informative."""
+        return isinstance(self.policy, Auto) and (
+            self.options.lookup or self.policy.acceptance.copies
+        )
+
+    def _needs_no_heads(self, message: DraftTokenIds) -> bool:
+        """Whether there can be drafts although no head ran."""
+        if getattr(message, "candidates", None):
+            return True
+        return self.drafts_forced and any(r.use_structured_output for r in self.running)
+
+    def _received(self, message: DraftTokenIds) -> dict[str, Draft]:
+        """The received drafts, of requests that can use them, filtered by grammar."""
+        survival = getattr(message, "survival", None) or itertools.repeat(())
+        sources = getattr(message, "proposed_by", {})
+        candidates = getattr(message, "candidates", {})
+        copies = self._looks_for_copies
+        found: dict[str, Draft] = {}
+        forced_for = self._forced_for(message, candidates)
+        for req_id, tokens, values in zip(
+            message.req_ids, message.draft_token_ids, survival, strict=False
+        ):
+            request = self.requests.get(req_id)
+            if request is None or request.is_finished():
+                continue
+            own = max_draft_tokens(request)
+            if request.is_prefill_chunk or own == 0:
+                request.spec_token_ids = []
+                continue
+            if req_id in candidates:
+                draft: Draft | None
+                draft = self.grammar.chosen(request, candidates[req_id], self.max_drafts)
+            elif request.use_structured_output and self.drafts_forced:
+                draft = self.grammar.forced(request) if req_id in forced_for else None
+                if draft is None:
+                    request.spec_token_ids = []
+                    continue  # possible drafts are unknown
+            else:
+                draft = Draft(values, request=request, token_ids=tokens)
+                draft.copied = sources.get(req_id, [0] * len(values) if copies else None)
+            draft.limit = self._limit_of_last
+            if own is not None:
+                draft.keep(own)
+            found[req_id] = draft
+        return found
+
+    def _forced_for(self, message: DraftTokenIds, candidates: Any) -> Iterable[str]:
+        """Requests to search for forced tokens: if no head ran, and the search is likely to pay.
+
+        Otherwise one request is searched occasionally, to update the estimate.
+        """
+        if not self.drafts_forced or candidates or not isinstance(self.policy, Auto):
+            return ()
+        followers = [
+            name
+            for name in message.req_ids
+            if (request := self.requests.get(name)) is not None and request.use_structured_output
+        ]
+        if not followers or not self._room():
+            return ()
+        if self.policy.forced_pay:
+            return set(followers)
+        self._forced_turn += 1
+        turn, rest = divmod(self._forced_turn, _FORCED_EVERY)
+        return () if rest else (followers[turn % len(followers)],)
+
+    def _room(self) -> int:
+        """Rows of the next step that are left for drafts."""
+        admits = len(self.running) < self.max_num_running_reqs and not self._requests_wait
+        left, has_prefill = self.max_num_scheduled_tokens, False
+        for request in itertools.chain(self.running, self.waiting if admits else ()):
+            rows = max(1, request.num_tokens - request.num_computed_tokens)
+            has_prefill |= rows > 1
+            left -= rows
+            if left <= 0:
+                return 0
+        if has_prefill and isinstance(self.policy, Auto):
+            return 0  # rows are then compute-bound, which drafts rarely repay
+        if self.options.max_rows is not None:
+            left = min(left, self.options.max_rows - len(self.running))
+        return max(0, min(left, self._free_slots()))
+
+    def _free_slots(self) -> int:
+        """KV slots available for drafts without preempting a running request.
+
+        Each request may need one block for itself and one more for the partial block of its drafts.
+        Slots that vLLM reserves after them (an EAGLE drafter's scratch) are allocated at prefill.
+        """
+        groups = len(self.kv_cache_config.kv_cache_groups)
+        blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() // groups
+        return max(0, blocks - 2 * len(self.running)) * self.block_size
+
+    def _learn_time(self, ended: tuple[Step, float] | None) -> None:
+        if ended is None or not isinstance(self.policy, Auto) or ended[0].prefill:
+            return
+        step, ms = ended
+        heads = float(self.policy.share_of(step.limit)) if step.limit else 0.0
+        expected = self.policy.observe(step.rows, step.requests, heads, ms, step.tokens)
+        if expected is not None:
+            self._report.time(ms, expected)
+
+    def _learn_drafts(self, scheduler_output: SchedulerOutput, output: Any) -> None:
+        """Compare the accepted drafts with the expected acceptance of all drafts.
+
+        Requests without verified drafts count too; otherwise only likely drafts would be observed.
+        """
+        if not self.pending:
+            return
+        verified = scheduler_output.scheduled_spec_decode_tokens
+        seen: list[Any] = []
+        for req_id in scheduler_output.num_scheduled_tokens:
+            draft = self._draft_of(req_id)
+            self.pending.pop(req_id, None)
+            index = output.req_id_to_index.get(req_id)
+            if draft is None or index is None or not output.sampled_token_ids[index]:
+                continue
+            sampled = output.sampled_token_ids[index]
+            if draft.run:
+                self.grammar.learn(draft, sampled)
+            nodes, accepted = len(verified.get(req_id, ())), len(sampled) - 1
+            if draft.copied and any(draft.copied):
+                path = _accepted_copies(draft, nodes, sampled[:-1])
+                self._report.copied += path.count(FROM_LOOKUP)
+                accepted -= 0 if self.ahead else len(path)
+            if self.ahead:  # only ranks are known
+                draft.copied = None
+            if len(draft.survival) or draft.copied is not None:
+                seen.append((draft, nodes, accepted))
+        if seen and isinstance(self.policy, Auto):
+            self.policy.observe_drafts(*zip(*seen, strict=True))
+
+
+class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
+    """The same if vLLM schedules a step ahead."""
+
+    ahead = True
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: Any
+    ) -> Any:
+        """Record the survivals of the step's drafts, which arrive with its output."""
+        received: Any = getattr(model_runner_output, "tree_survival", None) or ([], [])
+        names, log_survival = received
+        copies = getattr(model_runner_output, "tree_copies", None)
+        for place, name in enumerate(names):
+            (values,) = survival_of(log_survival[place : place + 1])
+            self._take_worth(name, values, copies, place)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _take_worth(self, req_id: str, values: list[float], copies: Any, place: int) -> None:
+        request = self.requests.get(req_id)
+        if request is None:
+            return
+        draft = self.pending[req_id] = self._draft_of(req_id) or Draft([], request=request)
+        draft.survival, draft.limit = values, self._limit_of_last
+        if copies is not None:
+            tokens, sources = copies[0][place], copies[1][place]
+            draft.token_ids = tokens[: len(values)].tolist()
+            draft.copied = sources[: len(values)].tolist()
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if self.policy is not None:
+            count = self._even_count() if scheduler_output.num_scheduled_tokens else 0
+            scheduler_output.num_spec_tokens_to_schedule = count
+        self._report.chosen = 0
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests[req_id]
+            if request.is_prefill_chunk:
+                continue
+            if self.policy is not None:
+                request.spec_token_ids = [-1] * (count if _may_use_drafts(request) else 0)
+            if (own := max_draft_tokens(request)) is not None:
+                request.spec_token_ids = request.spec_token_ids[:own]
+            self._report.chosen += len(request.spec_token_ids)
+
+    def _even_count(self) -> int:
+        """Number of drafts per running request in the next step."""
+        assert self.policy is not None
+        requests = len(self.running)
+        maximum = min(self.max_drafts, self._room() // max(requests, 1))
+        if not self._some_draft():
+            return 0
+        return min(maximum, self.policy.limit(requests, requests * maximum)) if maximum else 0
+
+
+def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> TreeScheduler:
+    """Create the scheduler for the engine's scheduling mode, which vLLM decides last."""
+    ahead = vllm_config.scheduler_config.async_scheduling
+    kind = TreeAsyncScheduler if ahead else TreeScheduler
+    return kind(vllm_config, *args, **kwargs)
+
+
+def cost_key(config: Any) -> dict[str, str]:
+    """Everything that step costs depend on, as far as known in advance."""
+    model, parallel = config.model_config, config.parallel_config
+    options = TreeSettings.of(config)
+    beam = getattr(options.tree, "pool", None)
+    found = {
+        "target": absolute(str(model.model)),
+        "revision": str(model.revision),
+        "heads": options.heads or "",
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "device": f"{current_platform.get_device_name()} {platform.machine()}",
+        "threads": f"{os.cpu_count()} {envs.VLLM_CPU_OMP_THREADS_BIND}",
+        "ranks": str(parallel.tensor_parallel_size),
+        "eager": str(model.enforce_eager),
+        "adapters": str(config.lora_config is not None),
+        "runner": "V2" if compat.uses_v2_runner(parallel) else "V1",
+        "vllm": installed_vllm()[1] or "",
+        **({"beam": str(beam)} if isinstance(beam, Beam) else {}),
+    }
+    return found | {"lookup": "True"} if options.lookup else found
+
+
+def _accepted_copies(draft: Draft, nodes: int, accepted: list[int]) -> list[int]:
+    """Origins of the accepted tokens of the chain that needs no heads."""
+    proposed = zip(draft.token_ids[:nodes], draft.copied or (), strict=False)
+    chain = [(token, source) for token, source in proposed if source]
+    pairs = zip(chain, accepted, strict=False)
+    path = itertools.takewhile(lambda pair: pair[0][0] == pair[1], pairs)
+    return [source for (_, source), _ in path]
+
+
+def max_draft_tokens(request: Request) -> int | None:
+    """The request's own limit of draft nodes per step; None: no limit."""
+    return getattr(request, "max_draft_tokens", None)
+
+
+def _may_use_drafts(request: Request) -> bool:
+    """Whether the step after the one just scheduled may give it more than one token."""
+    return request.max_tokens - request.num_output_tokens > 2

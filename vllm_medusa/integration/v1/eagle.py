@@ -1,0 +1,98 @@
+"""EAGLE drafters on the V1 runner: vLLM's proposer loads them, `EagleTrees` drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.v1.spec_decode.eagle import EagleProposer
+
+from vllm_medusa.integration.eagle import beam_of, check_captured_layers
+from vllm_medusa.integration.eagle_trees import EagleTrees, PendingTokens, Roots, accepted_paths
+from vllm_medusa.integration.options import TreeSettings
+from vllm_medusa.integration.v1.runner import MedusaModelRunner
+from vllm_medusa.sampler import Verdict
+from vllm_medusa.scorer.step import TreeStep
+
+
+class EagleTreeDrafter(EagleTrees, EagleProposer):
+    """vLLM's proposer for its module, weights and cache groups; drafting is ours."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config, device, runner)
+        self.beam = beam_of(TreeSettings.of(vllm_config).tree)
+
+    @property
+    def groups(self) -> list[Any]:
+        """Attention groups of its layers."""
+        return self.draft_attn_groups
+
+    @property
+    def layer_names(self) -> set[str]:
+        """Its attention layers."""
+        return set(self._draft_attn_layer_names)
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load the drafter, which may share the target's embedding and LM head."""
+        super().load_model(target_model)
+        self.prepare()
+
+    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Run one forward pass; vLLM runs one per draft token."""
+        super().dummy_run(num_tokens, *args[:1], **kwargs | {"is_graph_capturing": True})
+
+
+class EagleModelRunner(MedusaModelRunner):
+    """`MedusaModelRunner` whose drafter has a KV cache that is updated with accepted paths."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device):
+        super().__init__(vllm_config, device)
+        self.drafter = EagleTreeDrafter(vllm_config, device, self)
+        self._pending = PendingTokens(self.drafter)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load target and drafter; check that the target returns the required hidden states."""
+        super().load_model(*args, **kwargs)
+        if self.use_aux_hidden_state_outputs:
+            check_captured_layers(self.get_model(), self.speculative_config)
+
+    def _draft_states(
+        self, step: TreeStep | None, verdict: Verdict | None, scheduler_output: Any, *args: Any
+    ) -> Roots | None:
+        """Process accepted tokens; those of plain steps are deferred to steps that draft."""
+        sampled_token_ids, _, hidden_states, auxiliary, _, common, *_ = args
+        count = self.input_batch.num_reqs
+        starts = common.query_start_loc_cpu[: count + 1].numpy()
+        scheduled, ends = np.diff(starts), self.seq_lens[:count].to(torch.int64)
+        drafts, deepest = np.zeros_like(scheduled), 0
+        if step is not None and verdict is not None:
+            drafts, deepest = step.num_nodes - 1, int(verdict.path.num_accepted.max())
+        next_tokens = self.drafter.prepare_next_token_ids_cpu(
+            sampled_token_ids,
+            self.requests,
+            self.input_batch,
+            scheduler_output.num_scheduled_tokens,
+        )
+        paths = accepted_paths(
+            self.drafter,
+            verdict,
+            deepest,
+            starts,
+            scheduled,
+            drafts,
+            ends - torch.from_numpy(scheduled),
+            self.input_ids.gpu,
+            next_tokens.to(torch.int64),
+            auxiliary if self.use_aux_hidden_state_outputs else [hidden_states],
+            common.block_table_tensor[:count],
+            int(ends.max()),
+        )
+        return self._pending.roots(
+            self.input_batch.req_ids,
+            paths,
+            plain=step is None and len(paths.positions) == count,
+            drafts=scheduler_output.num_spec_tokens_to_schedule > 0,
+        )

@@ -1,0 +1,134 @@
+"""Typical acceptance for the requests that select it, with vLLM's processed logits.
+
+Their paths are chosen first, from the logits of all nodes. The walk then follows them, because its
+sampler is given their tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
+
+from vllm_medusa.integration.requests import TypicalRule
+from vllm_medusa.integration.v1.history import (
+    MinTokensAt,
+    min_token_rules,
+    needs_tokens,
+    with_min_tokens,
+)
+from vllm_medusa.sampler import NO_TOKEN, close_path, typical_path
+from vllm_medusa.scorer.step import TreeStep
+from vllm_medusa.tree.batch import TreeBatch
+
+
+class GuidedSampler(Sampler):
+    """vLLM's sampler, but some requests' tokens may be given; their logprobs are then of these."""
+
+    tokens: Tensor | None = None  # int64 [B], `NO_TOKEN`: sampled
+
+    def sample(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As in vLLM, with the given tokens."""
+        sampled, logprobs = super().sample(*args, **kwargs)
+        if self.tokens is not None:
+            sampled = torch.where(self.tokens == NO_TOKEN, sampled, self.tokens)
+        return sampled, logprobs
+
+
+def typical_paths(
+    sampler: Sampler,
+    logits: Tensor,  # [sum of num_nodes, V]
+    step: TreeStep,
+    metadata: SamplingMetadata,
+    typical: TypicalRule,
+) -> tuple[Tensor, Tensor]:
+    """Choose the paths of the typical requests, with their rows processed as in plain decoding.
+
+    Returns:
+        tokens: int64 [B, D + 1], to emit; `NO_TOKEN`: sample this one (of typical requests, only
+            the last without ``greedy_root``; of others, all).
+        drafts: int64 [B, N], those that the walk may accept; `NO_TOKEN`: not on the path of a
+            typical request.
+
+    """
+    requests = typical.mask.nonzero().flatten()  # [Q]
+    tree, token_ids = step.tree.select(requests), step.token_ids[requests]  # of the Q
+    raw = logits[step.row_of_node[requests]]  # [Q, N, V]
+    processed = _process(
+        sampler, raw.flatten(0, 1), metadata, requests.tolist(), tree, token_ids
+    ).view(*raw.shape)
+    epsilon, delta = typical.epsilon[requests], typical.delta[requests]
+    path = typical_path(tree, token_ids, processed.softmax(-1), epsilon, delta)
+    likeliest = processed[torch.arange(len(requests)), path.last_node].argmax(-1)
+    final = torch.where(typical.greedy_root[requests], likeliest, NO_TOKEN)
+    tokens = close_path(path, token_ids, final).output_token_ids
+    given = torch.full((step.batch_size, tokens.shape[1]), NO_TOKEN)
+    off_path = torch.ones_like(token_ids, dtype=torch.bool).scatter(1, path.nodes, False)
+    drafts = token_ids.masked_fill(off_path, NO_TOKEN)
+    return (
+        given.index_copy(0, requests, tokens),
+        step.token_ids.index_copy(0, requests, drafts),
+    )
+
+
+def _histories(tree: TreeBatch, token_ids: Tensor) -> list[list[int]]:
+    """For each node of Q trees the draft token ids down to it: [Q * N]."""
+    rows: list[list[int]] = []
+    for parents, ids in zip(tree.parents.tolist(), token_ids.clamp(min=0).tolist(), strict=True):
+        of_node: list[list[int]] = [[]]
+        for node in range(1, len(parents)):
+            of_node.append([*of_node[parents[node]], ids[node]])
+        rows.extend(of_node)
+    return rows
+
+
+def _process(
+    sampler: Sampler,
+    logits: Tensor,  # [Q * N, V]
+    metadata: SamplingMetadata,
+    chosen: list[int],  # the Q requests
+    tree: TreeBatch,  # of the Q
+    token_ids: Tensor,  # int64 [Q, N]
+) -> Tensor:
+    """Penalties, bans, temperature and truncation, applied row by row as in plain decoding."""
+    owners = [request for request in chosen for _ in range(tree.max_nodes)]  # [Q * N]
+    of = torch.tensor(owners, device=token_ids.device)
+
+    def pick(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[of]
+
+    changes: dict[str, Any] = {
+        "temperature": pick(metadata.temperature),
+        "top_p": pick(metadata.top_p),
+        "top_k": pick(metadata.top_k),
+        "generators": {},
+        "allowed_token_ids_mask": pick(metadata.allowed_token_ids_mask),
+        "bad_words_token_ids": {
+            row: metadata.bad_words_token_ids[request]
+            for row, request in enumerate(owners)
+            if request in metadata.bad_words_token_ids
+        },
+        "spec_token_ids": None,
+        "thinking_budget_state_holder": None,  # refused for typical requests
+    }
+    if rules := min_token_rules(metadata):
+        nodes = list(zip(owners, tree.depths.flatten().tolist(), strict=True))
+        changes["logitsprocs"] = with_min_tokens(metadata, MinTokensAt(rules, nodes))
+    if not metadata.no_penalties:
+        for name in ("frequency_penalties", "presence_penalties", "repetition_penalties"):
+            changes[name] = getattr(metadata, name)[of]
+        changes["prompt_token_ids"] = pick(metadata.prompt_token_ids)
+    if needs_tokens(metadata):
+        changes["output_token_ids"] = [
+            [*metadata.output_token_ids[request], *history]
+            for request, history in zip(owners, _histories(tree, token_ids), strict=True)
+        ]
+    mine = replace(metadata, **changes)
+    logits = sampler.apply_logits_processors(logits.to(torch.float32, copy=True), mine, False)
+    logits = sampler.apply_temperature(logits, mine.temperature, mine.all_random)
+    return apply_top_k_top_p(logits, mine.top_k, mine.top_p)

@@ -1,0 +1,122 @@
+"""Verification of a step's trees with vLLM's own sampler.
+
+The lossless walk calls the engine's `Sampler` for one token per request and level, with the
+request's real parameters and the history that plain decoding would have there. So everything that a
+token's distribution depends on (temperature, truncation, penalties, bad words, allowed tokens,
+min_tokens, the request's seed) is as in plain decoding, and a generator advances once per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from vllm_medusa.integration.requests import TypicalRule
+from vllm_medusa.integration.v1.history import PathHistory, has_budgets, one_row_each
+from vllm_medusa.integration.v1.typical import GuidedSampler, typical_paths
+from vllm_medusa.sampler import NO_TOKEN, Verdict, greedy_walk, lossless_walk
+from vllm_medusa.scorer.step import TreeStep
+
+
+def verify(
+    sampler: GuidedSampler,
+    logits: Tensor,
+    step: TreeStep | None,
+    metadata: SamplingMetadata,
+    typical: TypicalRule | None,
+    discarded: list[int],
+) -> tuple[Verdict | None, SamplerOutput]:
+    """Decide every request's path and tokens, in place of vLLM's rejection sampler.
+
+    Args:
+        sampler: the engine's.
+        logits: [sum of num_nodes, V], the target's logits at every node; not modified.
+        step: The trees; None: plain sampling without a verdict.
+        metadata: vLLM's sampling metadata of the B requests.
+        typical: The requests with the typical rule, or None.
+        discarded: Requests whose token vLLM discards (unfinished prefills); they do not
+            advance their generators.
+
+    Returns:
+        The verdict, and vLLM's output: int32 [B, columns] token ids padded with -1, and the
+        logprobs of [B * columns] rows if any request needs them.
+
+    """
+    metadata = _without(metadata, discarded)
+    if step is None:
+        return None, sampler(logits=logits, sampling_metadata=one_row_each(metadata))
+    if typical is None and _is_plain_greedy(metadata):
+        return _finish(greedy_walk(logits, step.cu_nodes, step.tree, step.token_ids), [])
+    given, drafts = None, step.token_ids
+    if typical is not None:
+        given, drafts = typical_paths(sampler, logits, step, metadata, typical)
+    history = PathHistory(metadata, step.batch_size)
+    levels: list[LogprobsTensors] = []
+
+    def sample(level: int, nodes: Tensor, active: Tensor) -> Tensor:
+        if given is not None:
+            sampler.tokens = given[:, level]
+            active = active & (given[:, level] == NO_TOKEN)
+        rows = step.row_of_node.gather(1, nodes.unsqueeze(1)).squeeze(1)
+        output = sampler(logits=logits[rows], sampling_metadata=history.at(active))
+        tokens = output.sampled_token_ids.squeeze(1).to(torch.int64)
+        if output.logprobs_tensors is not None:
+            levels.append(output.logprobs_tensors)
+        history.extend(tokens)
+        return tokens
+
+    verdict = lossless_walk(step.tree, drafts, sample)
+    sampler.tokens = None
+    return _finish(verdict, levels)
+
+
+def draws_splitmix(sampler: GuidedSampler) -> bool:
+    """Whether it draws with noise hashed from one seed per token, as vLLM does on x86 and ARM."""
+    own = sampler.topk_topp_sampler
+    return own.forward == own.forward_cpu and not own.use_fp64_gumbel
+
+
+def _is_plain_greedy(metadata: SamplingMetadata) -> bool:
+    """Whether only the argmax of each row is needed, so that no walk is required."""
+    return bool(
+        metadata.all_greedy
+        and metadata.no_penalties
+        and not metadata.bad_words_token_ids
+        and metadata.allowed_token_ids_mask is None
+        and metadata.max_num_logprobs is None
+        and not metadata.logprob_token_ids
+        and not has_budgets(metadata)
+        and not any(
+            getattr(processor, "min_toks", True)
+            for processor in metadata.logitsprocs.non_argmax_invariant
+        )
+    )
+
+
+def _without(metadata: SamplingMetadata, discarded: list[int]) -> SamplingMetadata:
+    """The metadata without generators of requests whose token is discarded."""
+    generators: dict[int, Any] = metadata.generators
+    if not discarded or not generators:
+        return metadata
+    drop = set(discarded)
+    kept = {index: gen for index, gen in generators.items() if index not in drop}
+    return replace(metadata, generators=kept)
+
+
+def _finish(verdict: Verdict, levels: list[LogprobsTensors]) -> tuple[Verdict, SamplerOutput]:
+    """Output for vLLM, with only as many columns as the longest verdict.
+
+    ``levels`` are the logprobs [B, ...] of each level of the walk, if any.
+    """
+    columns = int(verdict.path.num_accepted.max()) + 1
+    tokens = verdict.output_token_ids[:, :columns].to(torch.int32)
+    logprobs = None
+    if levels:
+        parts = zip(*(level[:3] for level in levels), strict=True)
+        logprobs = LogprobsTensors(*(torch.stack(part, 1).flatten(0, 1) for part in parts))
+    return verdict, SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)

@@ -1,0 +1,39 @@
+"""vLLM's CPU worker with our model runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker import cpu_worker
+
+from vllm_medusa.integration.attention import install_attention
+from vllm_medusa.integration.options import is_eagle
+
+
+class MedusaCPUWorker(cpu_worker.CPUWorker):
+    """Runs `MedusaModelRunner` with tree attention in place of vLLM's CPU attention."""
+
+    def init_device(self) -> None:
+        """Build the runner; CPUWorker hardcodes its class, so the name is patched temporarily."""
+        from vllm_medusa.integration.v1.eagle import EagleModelRunner
+        from vllm_medusa.integration.v1.history import install_moves
+        from vllm_medusa.integration.v1.runner import MedusaModelRunner
+
+        install_moves()
+        install_attention()
+        stock = cpu_worker.CPUModelRunner
+        grows = is_eagle(self.vllm_config.speculative_config)
+        cpu_worker.CPUModelRunner = EagleModelRunner if grows else MedusaModelRunner
+        try:
+            super().init_device()
+        finally:
+            cpu_worker.CPUModelRunner = stock
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Time steps first if the budget needs step times; vLLM then reseeds."""
+        from vllm_medusa.integration.startup_timing import measure_step_costs
+
+        measure_step_costs(self)
+        if (lookup := self.model_runner.trees.lookup) is not None:
+            lookup.forget()  # dummy requests are not representative
+        return super().compile_or_warm_up_model()
