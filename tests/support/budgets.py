@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vllm import LLM
 
-from vllm_medusa.budget.acceptance import Drafted, Nodes
+from vllm_medusa.budget.acceptance import Drafted
 from vllm_medusa.budget.policy import Auto, best
 
 
@@ -28,8 +28,7 @@ def verify_all(patch: pytest.MonkeyPatch, policy: Auto, per_request: int = 255) 
     """Draft the maximum, and verify as much as there is room for."""
 
     def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:
-        nodes = Nodes.of(drafts)
-        return best(nodes, nodes.survival, min(room, per_request * requests))
+        return best([each.survival for each in drafts], min(room, per_request * requests))
 
     patch.setattr(policy, "counts", counts)
     patch.setattr(policy, "limit", lambda *_: policy.max_drafts)
@@ -52,10 +51,10 @@ def fickle(
         patch.setattr(scheduler_of(llm), "_free_slots", lambda: 1 << 20)
 
     def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:
-        nodes = Nodes.of(drafts)
-        maximum = max(0, min(len(nodes.survival), room, max_each * requests))
+        survival = [each.survival for each in drafts]
+        maximum = max(0, min(sum(map(len, survival)), room, max_each * requests))
         taken.append(int(generator.integers(0, maximum + 1)))
-        return best(nodes, nodes.survival, taken[-1])
+        return best(survival, taken[-1])
 
     patch.setattr(policy, "counts", counts)
     maximum = policy.max_drafts

@@ -33,6 +33,7 @@ _KEPT = 8.0  # steps of requests kept when no drafts are observed
 _RATIO_WINDOW = 2048.0  # the same for the ratio
 _PRIOR_STEPS, _PRIOR_TOKENS = 4, 4.0  # weight of the prior
 _RATIOS = (0.2, 2.0)  # bounds of the ratio
+_RANGES = [sum(end <= rank for end in RANGE_ENDS) for rank in range(1 + RANGE_ENDS[-1])]  # by rank
 
 
 @dataclass
@@ -53,29 +54,6 @@ class Drafted:
     copied: Sequence[int] | None = None
 
 
-@dataclass
-class Nodes:
-    """Drafts of several requests, concatenated: [n] each."""
-
-    requests: int
-    owner: Ints  # request's index
-    place: Ints  # rank in its request, from 0
-    survival: Floats
-    kind: Ints
-    copied: npt.NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, drafts: Sequence[Drafted]) -> Nodes:
-        """Concatenate drafts."""
-        sizes = np.array([len(draft.survival) for draft in drafts])
-        owner = np.repeat(np.arange(len(drafts)), sizes)
-        survival = np.concatenate([np.asarray(draft.survival, np.float64) for draft in drafts])
-        copied = np.concatenate([draft.copied or [0] * len(draft.survival) for draft in drafts])
-        kind = np.array([draft.kind for draft in drafts])[owner]
-        place = np.arange(len(owner)) - (sizes.cumsum() - sizes)[owner]
-        return cls(len(drafts), owner, place, survival, kind, copied > 0)
-
-
 class ExpectedAcceptance:
     """Expected accepted tokens by number of draft nodes."""
 
@@ -89,17 +67,25 @@ class ExpectedAcceptance:
         first = np.minimum.accumulate(np.diff([1.0, *taus]).clip(0.0, 1.0))
         ranges = np.searchsorted(RANGE_ENDS, np.arange(len(first)), side="right")
         for _ in range(_PRIOR_STEPS):
-            self._count_nodes(first, ranges, _covered(Drafted(first.tolist())).astype(int))
+            self._count_nodes(first, ranges, np.array([1.0] * _COPIED + [0.0]))
 
-    def believed(self, nodes: Nodes) -> Floats:
-        """Survivals [n] corrected by kind; those of copies are measured and returned unchanged."""
-        ratio = np.where(nodes.copied, 1.0, self.ratio[nodes.kind])
-        return np.nan_to_num(nodes.survival * ratio).clip(0.0, 1.0)
+    def believed(self, draft: Drafted) -> list[float]:
+        """Survivals of a request's drafts; all but those of copies, which are measured, corrected.
+
+        NaN is 0.
+        """
+        ratio = float(self.ratio[draft.kind])
+        if draft.copied is None:
+            return [_chance(value * ratio) for value in draft.survival]
+        pairs = zip(draft.survival, draft.copied, strict=False)
+        return [_chance(value if copied else value * ratio) for value, copied in pairs]
 
     def observe(
         self, drafts: Sequence[Drafted], verified: Sequence[int], accepted: Sequence[int]
     ) -> None:
         """Update from a step.
+
+        Plain Python: a step has few drafts, which arrays take longer for.
 
         Args:
             drafts: [B] of the requests, verified or not.
@@ -109,21 +95,30 @@ class ExpectedAcceptance:
         """
         if not drafts:
             return
-        nodes = Nodes.of(drafts)
-        believed, drafted = self.believed(nodes), ~nodes.copied
-        before = drafted.cumsum() - drafted  # copies have no rank
-        first = np.searchsorted(nodes.owner, np.arange(len(drafts)))
-        place = before - np.append(before, 0)[first][nodes.owner]
-        ranges = np.searchsorted(RANGE_ENDS, place, side="right")
-        ranges[nodes.copied] = _COPIED
-        covered = np.array([_covered(draft) for draft in drafts])
-        kept = covered[nodes.owner, ranges]
-        self._count_nodes(believed[kept], ranges[kept], covered.sum(0))
+        worth, ranges = [], []  # of the nodes to count
+        requests = [0.0] * (1 + _COPIED)
+        predicted = [0.0] * KINDS
+        for draft, count in zip(drafts, verified, strict=True):
+            covered = _num_ranges(draft.limit)
+            for each in range(covered):
+                requests[each] += 1.0
+            requests[_COPIED] += draft.copied is not None
+            rank, copied = 0, draft.copied or ()
+            for place, value in enumerate(self.believed(draft)):
+                if copied and copied[place]:
+                    worth.append(value)
+                    ranges.append(_COPIED)
+                    continue
+                own = _RANGES[min(rank, len(_RANGES) - 1)]
+                rank += 1  # copies have none
+                if own < covered:
+                    worth.append(value)
+                    ranges.append(own)
+                if place < count:
+                    predicted[draft.kind] += _chance(draft.survival[place])
+        self._count_nodes(np.array(worth), np.array(ranges, np.int64), np.array(requests))
         if any(verified):
-            inside = drafted & (nodes.place < np.asarray(verified)[nodes.owner])
-            kinds = [draft.kind for draft in drafts]
-            survival = np.nan_to_num(nodes.survival[inside]).clip(0.0, 1.0)
-            self._correct(survival, nodes.kind[inside], accepted, kinds)
+            self._correct(predicted, accepted, [draft.kind for draft in drafts])
 
     def no_copies(self, requests: int) -> None:
         """Record that nothing could be copied for that many requests."""
@@ -151,17 +146,15 @@ class ExpectedAcceptance:
         self._steps *= weight
 
     def _correct(
-        self, survival: Floats, kind: Ints, accepted: Sequence[int], kinds: Sequence[int]
+        self, predicted: Sequence[float], accepted: Sequence[int], kinds: Sequence[int]
     ) -> None:
-        requests = np.bincount(kinds, minlength=KINDS)
-        weight = np.exp(-requests / _RATIO_WINDOW)
+        weight = np.exp(-np.bincount(kinds, minlength=KINDS) / _RATIO_WINDOW)
         self._accepted *= weight
         self._predicted *= weight
-        self._accepted += np.bincount(kinds, np.asarray(accepted, np.float64), KINDS)
-        self._predicted += np.bincount(kind, survival, KINDS)
-        self.ratio = ((self._accepted + _PRIOR_TOKENS) / (self._predicted + _PRIOR_TOKENS)).clip(
-            *_RATIOS
-        )
+        self._accepted += np.bincount(kinds, accepted, KINDS)
+        self._predicted += predicted
+        ratio = (self._accepted + _PRIOR_TOKENS) / (self._predicted + _PRIOR_TOKENS)
+        self.ratio = ratio.clip(*_RATIOS)
 
     def gain(self, nodes: Floats, limit: int | None) -> Floats:
         """Accepted tokens per request if the batch's best ``nodes`` [n] per request are verified.
@@ -192,15 +185,12 @@ class ExpectedAcceptance:
         return bool(self._count[_COPIED].sum() > 1e-3)
 
 
+def _chance(value: float) -> float:
+    return min(value, 1.0) if value > 0.0 else 0.0
+
+
 def _num_ranges(limit: int | None) -> int:
     """Number of rank ranges within a limit of nodes."""
     if limit is None or limit > RANGE_ENDS[-1]:
         return _COPIED
     return sum(end <= limit for end in RANGE_ENDS)
-
-
-def _covered(draft: Drafted) -> npt.NDArray[np.bool_]:
-    """Which ranges a request's drafts provide data for; the last are the copies."""
-    covered = np.arange(1 + _COPIED) < _num_ranges(draft.limit)
-    covered[_COPIED] = draft.copied is not None
-    return covered

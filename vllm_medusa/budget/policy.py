@@ -10,6 +10,7 @@ asynchronous scheduling, where drafts are not seen, `limit` decides both.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_medusa.budget.acceptance import RANGE_ENDS, Drafted, ExpectedAcceptance, Nodes
+from vllm_medusa.budget.acceptance import RANGE_ENDS, Drafted, ExpectedAcceptance
 from vllm_medusa.budget.cost import Floats, StepCost
 
 START, STOP = 1.03, 1.0  # expected speed against plain steps at which drafting begins and ends
 FORCED_PAY = 1.5  # min expected speed for drafts without heads, whose search takes time
-_PLAN_MS = 100.0  # how long a plan is reused, in step time
+_PLAN_MS = 250.0  # how long a plan is reused, in step time
 _TRIAL_STEPS = 3
 _TRIAL_SHARE = 0.005  # max share of time lost to trials
 _MAX_SAVED = 2.0  # max savings, in trials of the most expensive kind
@@ -48,8 +49,7 @@ class Fixed:
 
     def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
         """How many of each request's drafts to verify: all, or the likeliest if room is short."""
-        nodes = Nodes.of(drafts)
-        return best(nodes, nodes.survival, room)
+        return best([draft.survival for draft in drafts], room)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Auto:
         self._learned_requests = 0
         self._learned_steps = 0  # since start-up or a change of the machine
         self._drafts_at, self._drafts_learned = -math.inf, 0  # ms of steps; updates of acceptance
-        self._table: tuple[Any, Floats] = (None, np.zeros(0))  # step times by number of nodes
+        self._table: tuple[Any, list[float]] = (None, [])  # step times by number of nodes
 
     @property
     def expected_ratio(self) -> float:
@@ -184,18 +184,17 @@ class Auto:
 
     def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
         """How many of each request's drafts to verify: those whose gain exceeds their cost."""
-        nodes = Nodes.of(drafts)
-        believed = self.acceptance.believed(nodes)
-        gain = np.sort(believed)[::-1].cumsum()
-        return best(nodes, believed, self.total(gain, requests, room))
+        believed = [self.acceptance.believed(draft) for draft in drafts]
+        gain = itertools.accumulate(sorted(itertools.chain.from_iterable(believed), reverse=True))
+        return best(believed, self.total(list(gain), requests, room))
 
-    def total(self, gain: Floats, requests: int, room: int) -> int:
+    def total(self, gain: list[float], requests: int, room: int) -> int:
         """Total nodes to verify, from the gain [K] of the best 1, 2, .. of them.
 
         A node's value is its probability minus its time, priced at the rate of the best plan.
         """
         gain = gain[: max(room, 0)]
-        if requests < 1 or not len(gain):
+        if requests < 1 or not gain:
             return 0
         if self._trial_left and self._trial[0]:
             return min(self._trial[1], len(gain))
@@ -206,11 +205,10 @@ class Auto:
         key, times = (version, requests, heads), self._table[1]
         if self._table[0] != key or len(times) <= len(gain):
             nodes = np.arange(1 + max(len(gain), min(plan.room, 2 * len(gain) + 16)))
-            times = self.cost.ms(requests + nodes, requests, heads)
+            times = self.cost.ms(requests + nodes, requests, heads).tolist()
             self._table = key, times
-        worth = gain - rate * times[1 : 1 + len(gain)]
-        top = int(worth.argmax())
-        return top + 1 if worth[top] > -rate * times[0] else 0
+        worth = [value - rate * ms for value, ms in zip([0.0, *gain], times, strict=False)]
+        return worth.index(max(worth))
 
     def share_of(self, limits: Any) -> Any:
         """Share of the heads that must run to draft that many nodes per request."""
@@ -397,10 +395,16 @@ def _arm(row: Floats) -> tuple[int, int, float, float]:
     return int(limit), int(nodes), rate, ms
 
 
-def best(nodes: Nodes, survival: Floats, total: int) -> list[int]:
+def best(survival: Sequence[Sequence[float]], total: int) -> list[int]:
     """Number of drafts each request keeps if the best ``total`` of all are kept.
 
-    Each request keeps a prefix; ties go to the first.
+    ``survival`` are the values of each request's drafts. Ties go to the first request.
     """
-    kept = np.argsort(-survival, kind="stable")[: max(total, 0)]
-    return np.bincount(nodes.owner[kept], minlength=nodes.requests).tolist()  # type: ignore[no-any-return]
+    kept = [len(own) for own in survival]
+    if total >= sum(kept):
+        return kept
+    nodes = [(-value, owner) for owner, own in enumerate(survival) for value in own]
+    kept = [0] * len(survival)
+    for _, owner in sorted(nodes)[: max(total, 0)]:
+        kept[owner] += 1
+    return kept

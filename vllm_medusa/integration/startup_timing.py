@@ -22,7 +22,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_medusa.budget.acceptance import Drafted, ExpectedAcceptance, Nodes
+from vllm_medusa.budget.acceptance import Drafted, ExpectedAcceptance
 from vllm_medusa.budget.policy import Auto, best
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.draft_messages import Draft
@@ -61,8 +61,7 @@ class _Script(Auto):
         return min(self.nodes, self.max_drafts)
 
     def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
-        nodes = Nodes.of(drafts)
-        return best(nodes, nodes.survival, min(self.nodes * requests, room))
+        return best([draft.survival for draft in drafts], min(self.nodes * requests, room))
 
     def observe(
         self, rows: int, requests: int, heads: float, ms: float, tokens: float = 0.0
