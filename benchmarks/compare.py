@@ -109,7 +109,8 @@ def arms(folders: list[Path], options: CompareOptions, progress: Progress) -> li
         for form in (form for form in options.forms if form != "ngram"):
             sizes = options.chain if form in ("chain", "stock") else options.nodes
             for size in (0,) if form.startswith(AUTOMATIC) else sizes:
-                if arm := arm_of(folder, form, size):
+                shares = form in ("dynamic", "noiseless") and not options.rounds
+                if arm := arm_of(folder, form, size, max(options.nodes) if shares else size):
                     if form == "dynamic" and "noiseless" in options.forms:
                         arm = replace(arm, against=f"{arm.what['drafter']}, noiseless {size}")
                     found.append(arm)
@@ -126,8 +127,12 @@ def _ngrams(options: CompareOptions) -> Iterator[Arm]:
         yield Arm(f"n-gram {size}, vLLM's", config, what, stock=True)
 
 
-def arm_of(folder: Path, form: str, size: int) -> Arm | None:
-    """One form of a drafter, with ``size`` draft nodes; None if the drafter does not support it."""
+def arm_of(folder: Path, form: str, size: int, budget: int = 0) -> Arm | None:
+    """One form of a drafter, with ``size`` draft nodes; None if the drafter does not support it.
+
+    With another ``budget``, requests limit a dynamic tree to ``size``: arms can share an engine.
+    """
+    budget = budget or size
     where, method = str(folder.absolute()), drafter_method(folder)
     config: dict[str, Any] = {"method": method or "medusa", "model": where}
     drafter, against = folder.name, ""
@@ -137,10 +142,10 @@ def arm_of(folder: Path, form: str, size: int) -> Arm | None:
         case "automatic+lookup":
             config = medusa_config(where, {"budget": "auto", "lookup": True})
         case "dynamic":
-            config = medusa_config(where, {"budget": size})
+            config = medusa_config(where, {"budget": budget})
             against = f"{drafter}, static {size}"
         case "noiseless":
-            config = medusa_config(where, {"budget": size, "shared_noise": False})
+            config = medusa_config(where, {"budget": budget, "shared_noise": False})
         case "both":
             config = medusa_config(where, {"budget": size, "lookup": True})
             against = f"{drafter}, dynamic {size}"
@@ -165,7 +170,8 @@ def arm_of(folder: Path, form: str, size: int) -> Arm | None:
     name = f"{drafter}, {form}"
     if size:
         what["nodes"], name = size, f"{name} {size}"
-    return Arm(name, config, what, stock=form == "stock", against=against)
+    request = {"medusa": {"max_draft_tokens": size}} if budget > size else None
+    return Arm(name, config, what, stock=form == "stock", against=against, request=request)
 
 
 def static_paths(folder: Path, nodes: int) -> list[list[int]]:

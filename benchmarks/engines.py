@@ -378,7 +378,7 @@ def settings(
         "max_num_batched_tokens": max(
             options.max_model_len * min(requests, _PREFILLS), MAX_NODES * requests
         ),
-        "enable_prefix_caching": False,  # the same prompts are repeated
+        "enable_prefix_caching": not options.rounds,  # the same prompts are repeated
         "enforce_eager": options.eager,
         "kv_cache_memory_bytes": _KV_BYTES,
         "disable_log_stats": not (arm.config or {}).get("lookup", False),  # copies are counted

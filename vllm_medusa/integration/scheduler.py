@@ -251,16 +251,18 @@ class TreeScheduler(Scheduler):
     def _limit(self, requests: int) -> int:
         """Max nodes to draft per request, for that many requests."""
         assert self.policy is not None
-        if not self._some_draft():
+        allowed = self._max_allowed()
+        if not allowed:
             return 0
         room = self.max_num_scheduled_tokens - requests
         if self.options.max_rows is not None:
             room = min(room, self.options.max_rows - requests)
-        return self.policy.limit(requests, room, self._prefills)
+        return min(self.policy.limit(requests, room, self._prefills), allowed)
 
-    def _some_draft(self) -> bool:
-        """Whether any running request allows drafts."""
-        return any(max_draft_tokens(request) != 0 for request in self.running)
+    def _max_allowed(self) -> int:
+        """Max draft nodes that any running request allows."""
+        own = (max_draft_tokens(request) for request in self.running)
+        return max((self.max_drafts if most is None else most for most in own), default=0)
 
     def _draft_of(self, req_id: str) -> Draft | None:
         """The pending draft of a request; its id may have been reused."""
@@ -451,9 +453,8 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         """Number of drafts per running request in the next step."""
         assert self.policy is not None
         requests = len(self.running)
-        maximum = min(self.max_drafts, self._room() // max(requests, 1))
-        if not self._some_draft():
-            return 0
+        room = self._room() // max(requests, 1)
+        maximum = min(self.max_drafts, room, self._max_allowed())
         return min(maximum, self.policy.limit(requests, requests * maximum)) if maximum else 0
 
 
