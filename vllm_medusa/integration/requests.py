@@ -139,7 +139,7 @@ class RequestOptions:
     def useful_depth(self, slots: np.ndarray, num_tokens: Tensor) -> Tensor:
         """Max depth of a node whose token the request can keep, int64 [B].
 
-        ``num_tokens`` (integer [B]) are its tokens so far; the last of a step needs no node.
+        ``num_tokens`` (integer [B]) counts its tokens so far; a step's last token needs no node.
         """
         return (self._copy(self._max_tokens[slots]) - num_tokens - 1).clamp_min(0)
 

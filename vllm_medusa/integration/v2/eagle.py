@@ -29,7 +29,7 @@ from vllm_medusa.sampler import Verdict
 class EagleTreeDrafter(EagleTrees):
     """vLLM's module with its weights; the cache groups are set by `bind`."""
 
-    groups: list[Any] = []  # noqa: RUF012  # till there is a cache
+    groups: list[Any] = []  # noqa: RUF012  # until there is a cache
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
@@ -66,7 +66,7 @@ class EagleTreeSpeculator(TreeSpeculator):
         """Find the drafter's layers in vLLM's KV cache groups.
 
         Raises:
-            MedusaConfigError: They are in more than one.
+            MedusaConfigError: They are not in exactly one group.
 
         """
         DraftModelSpeculator.set_attn(self, *args)
