@@ -197,9 +197,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attend: query [T, Hq, D] over ``kv_cache``, which already holds this step's keys."""
-        if not isinstance(
-            attn_metadata, TreeMetadata
-        ):  # a dummy step, which has no metadata of ours
+        if not isinstance(attn_metadata, TreeMetadata):  # a dummy step, without tree metadata
             return type(self).forward(
                 self, layer, query, key, value, kv_cache, attn_metadata, output,
                 output_scale, output_block_scale,

@@ -34,9 +34,7 @@ from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.dynamic import Beam
 
-_LENGTH_STEP = (
-    512  # lengths are rounded up to multiples of it, so that few key part counts are computed
-)
+_LENGTH_STEP = 512  # lengths are rounded up to multiples of it, so that `_splits` is mostly cached
 
 
 @dataclass

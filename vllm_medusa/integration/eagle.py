@@ -1,4 +1,4 @@
-"""EAGLE drafters with trees: options, and checks against configurations with wrong results.
+"""EAGLE drafters with trees: options, and checks that refuse unsupported configurations.
 
 vLLM keeps its own method and config, which determine the drafter's config, its auxiliary
 hidden states, its KV cache, and the slots reserved after a request's tokens

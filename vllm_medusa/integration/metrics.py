@@ -45,8 +45,8 @@ class StepReport:
     requests: int = 0  # total over all steps
     nodes: int = 0  # verified in all steps
     timed: int = 0  # steps used to update step costs
-    measured_us: int = 0  # measured time of these
-    expected_us: int = 0  # expected time of these
+    measured_us: int = 0  # measured time of the timed steps
+    expected_us: int = 0  # expected time of the timed steps
     chosen: int = 0  # nodes chosen for the latest step
     copied: int = 0  # accepted draft tokens proposed only by lookup
     ratio: int = 0  # expected speed with drafts relative to plain steps, in thousandths

@@ -26,7 +26,7 @@ GREEDY_BELOW = 1e-5  # vLLM's limit below which a temperature means greedy
 
 
 def install() -> None:
-    """Validate Medusa's request options in the front end, where a bad request fails alone."""
+    """Validate Medusa's request options in the front end, so that only the bad request fails."""
     override(SamplingParams, "_validate_spec_decode", _validate)
 
 

@@ -47,7 +47,5 @@ def shard_of_target(target: Any, hidden_states: Tensor, num_ids: int) -> VocabSh
 
 def all_gather(keys: Tensor) -> Tensor:
     """int64 [...] of this rank -> [R, ...] of all ranks, equal on all ranks."""
-    floats = keys.unsqueeze(0).view(
-        torch.float32
-    )  # vLLM's shared-memory all-gather only supports floats
+    floats = keys.unsqueeze(0).view(torch.float32)  # vLLM's shared memory only supports floats
     return get_tp_group().all_gather(floats, 0).view(torch.int64)

@@ -28,7 +28,7 @@ from vllm_medusa.tree.batch import TreeBatch
 
 
 class GuidedSampler(Sampler):
-    """vLLM's sampler, but tokens of some requests may be given; logprobs are then of these."""
+    """vLLM's sampler, but some requests' tokens may be given; logprobs are then for these."""
 
     tokens: Tensor | None = None  # int64 [B], `NO_TOKEN`: sampled
 

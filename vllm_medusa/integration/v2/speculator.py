@@ -297,7 +297,5 @@ class TreeSpeculator(DraftModelSpeculator):
         rows = min(self.max_num_reqs * self.trees.num_nodes, len(hidden_states))
         with adapters_left_out(adapted_heads(self._target)):
             logits = self._target.compute_logits(hidden_states[:rows])
-        part = logits[
-            : get_max_chunk_logits(logits.shape[-1])
-        ]  # the part verified at a time, in fp32
+        part = logits[: get_max_chunk_logits(logits.shape[-1])]  # verified at once, in fp32
         part.to(torch.float32, copy=True).softmax(-1)

@@ -72,9 +72,8 @@ class MedusaWorker(Worker):
         """
         runner: Any = self.model_runner
         ahead = self.vllm_config.scheduler_config.async_scheduling
-        if (
-            runner.speculator.trees.lookup is not None and not ahead
-        ):  # lookup's drafts are not limited
+        # the number of draft tokens limits the heads' drafts, but not those of lookup
+        if runner.speculator.trees.lookup is not None and not ahead:
             runner.speculator.limit = scheduler_output.num_spec_tokens_to_schedule
             scheduler_output = copy.copy(scheduler_output)
             scheduler_output.num_spec_tokens_to_schedule = runner.num_speculative_steps
