@@ -79,10 +79,10 @@ class Noise:
 
     def __init__(self, stream: Stream, token_ids: Tensor) -> None:
         """``token_ids``, int64 [V_draft], are the tokens that the drafter scores."""
-        heat = stream.temperature
+        temperature = stream.temperature
         self._stream, self._token_ids = stream, token_ids
-        self._logit_scale = torch.where(heat > 0, (SCALE / heat).clamp_max(1.0), 1.0)
-        self._noise_scale = self._logit_scale * heat * WEIGHT
+        self._logit_scale = torch.where(temperature > 0, (SCALE / temperature).clamp_max(1.0), 1.0)
+        self._noise_scale = self._logit_scale * temperature * WEIGHT
 
     def at(self, first: int, stop: int) -> LevelNoise:
         """The noise of the levels ``first`` to ``stop`` - 1."""

@@ -109,16 +109,16 @@ def check_captured_layers(model: Any, speculative: Any) -> None:
                 f"{type(model).__name__} does not support EAGLE-3 in vLLM. Omit the drafter."
             )
         model = inner
-    shown, draft = tuple(model.aux_hidden_state_layers), speculative.draft_model_config.hf_config
+    captured, draft = tuple(model.aux_hidden_state_layers), speculative.draft_model_config.hf_config
     named = named_layers(vars(draft))
-    if named is not None and tuple(sorted(named)) != shown:
+    if named is not None and tuple(sorted(named)) != captured:
         raise MedusaConfigError(
             f"The drafter was trained on the target's layers {sorted(named)}, but vLLM passes "
-            f"{list(shown)}."
+            f"{list(captured)}."
         )
     compat.logger.info(
         "EAGLE-3 drafts from the inputs of the target's layers %s, %s.",
-        ", ".join(map(str, shown)),
+        ", ".join(map(str, captured)),
         "from the drafter's config" if named else "vLLM's default; its config has none",
     )
     if doubt := doubtful_layers(vars(draft)):

@@ -203,8 +203,8 @@ class MedusaModelRunner(CPUModelRunner):
         """
         if not self._shares_noise or self._options.heads is None or limit < 1:
             return None
-        heat = self.trees.requests.draw_temperature(slots)
-        rows = np.flatnonzero((heat > 0) & (depth > 0)).tolist()
+        temperature = self.trees.requests.draw_temperature(slots)
+        rows = np.flatnonzero((temperature > 0) & (depth > 0)).tolist()
         if not rows:
             return None
         batch = self.input_batch
@@ -216,7 +216,7 @@ class MedusaModelRunner(CPUModelRunner):
                 self.requests[batch.req_ids[row]].generator = generator
                 batch.generators[row] = generator
             seeds[row] = next_seeds(batch.generators[row], seeds.shape[1])
-        return Seeds(seeds, torch.from_numpy(heat))
+        return Seeds(seeds, torch.from_numpy(temperature))
 
     def _draft(
         self,
@@ -235,8 +235,8 @@ class MedusaModelRunner(CPUModelRunner):
             return DraftTrees.roots(len(root), 1, root.device)
         maximum = CANDIDATES * limit if structured.any() else limit
         # With a grammar, tokens are likelier than estimated; a fixed budget uses all its nodes.
-        rest = not structured.any() and not isinstance(self._options.budget, int)
-        width, min_survival = min(maximum + 1, MAX_NODES), MIN_SURVIVAL if rest else None
+        may_skip_heads = not structured.any() and not isinstance(self._options.budget, int)
+        width, min_survival = min(maximum + 1, MAX_NODES), MIN_SURVIVAL if may_skip_heads else None
         drafts = self.drafter.draft(states, root, width, depth, maximum, min_survival, stream)
         limits = torch.where(torch.from_numpy(structured), maximum, limit)
         return drafts.limited(limits.masked_fill(depth == 0, 0))

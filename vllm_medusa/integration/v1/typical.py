@@ -128,7 +128,7 @@ def _process(
             [*metadata.output_token_ids[request], *history]
             for request, history in zip(owners, _histories(tree, token_ids), strict=True)
         ]
-    mine = replace(metadata, **changes)
-    logits = sampler.apply_logits_processors(logits.to(torch.float32, copy=True), mine, False)
-    logits = sampler.apply_temperature(logits, mine.temperature, mine.all_random)
-    return apply_top_k_top_p(logits, mine.top_k, mine.top_p)
+    per_row = replace(metadata, **changes)
+    logits = sampler.apply_logits_processors(logits.to(torch.float32, copy=True), per_row, False)
+    logits = sampler.apply_temperature(logits, per_row.temperature, per_row.all_random)
+    return apply_top_k_top_p(logits, per_row.top_k, per_row.top_p)

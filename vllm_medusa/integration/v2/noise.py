@@ -34,9 +34,9 @@ def persistent_draws(sampler: Sampler, requests: RequestOptions, slots: np.ndarr
     would then be used if drafts benefit from it and discarded otherwise, which would bias the
     tokens.
     """
-    heat = requests.draw_temperature(slots)
+    temperature = requests.draw_temperature(slots)
     if sampler.use_fp64_gumbel:
-        return np.zeros_like(heat)
+        return np.zeros_like(temperature)
     if sampler.use_flashinfer or sampler.use_xpu_sampler:
-        heat = heat * sampler.sampling_states.seeds_set[slots]
-    return heat
+        temperature = temperature * sampler.sampling_states.seeds_set[slots]
+    return temperature

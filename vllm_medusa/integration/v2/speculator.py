@@ -132,10 +132,10 @@ class TreeSpeculator(DraftModelSpeculator):
         """
         if self.sampler is None or not self.trees.options.shared_noise:
             return None
-        heat = persistent_draws(self.sampler, self.trees.requests, host_slots)
-        if not heat.any():
+        host_temperature = persistent_draws(self.sampler, self.trees.requests, host_slots)
+        if not host_temperature.any():
             return None
-        temperature = async_tensor_h2d(heat, device=self.device)
+        temperature = async_tensor_h2d(host_temperature, device=self.device)
         seeds = self.sampler.sampling_states.seeds.gpu
         return HashedNoise(seeds, slots, num_tokens - 1, temperature)
 
