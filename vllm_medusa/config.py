@@ -1,4 +1,4 @@
-"""User options, validated once from plain dicts; the only module that reads os.environ.
+"""User options, validated once from plain dicts; the only module that uses os.environ.
 
 The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`, `EagleConfig`), a request may
 override the acceptance rule and limit its drafts in ``SamplingParams.extra_args["medusa"]``
@@ -31,7 +31,7 @@ class _Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     label: ClassVar[str]
-    names: ClassVar[dict[str, str]] = {}  # a field's name for users, if it differs
+    names: ClassVar[dict[str, str]] = {}  # user-facing name of a field, if it differs
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -44,9 +44,9 @@ class AcceptanceConfig(_Options):
     """When a drafted token is accepted.
 
     ``lossless`` keeps the target's distribution unchanged. ``typical`` accepts a token whose target
-    probability exceeds ``min(epsilon, delta * exp(-entropy))``: more tokens per step, but another
-    distribution. With ``greedy_root`` the final token of a typical step is the argmax instead of a
-    sample.
+    probability exceeds ``min(epsilon, delta * exp(-entropy))``: more tokens per step, but the
+    output distribution changes. With ``greedy_root`` the final token of a typical step is the
+    argmax instead of a sample.
     """
 
     label: ClassVar[str] = "Medusa acceptance"
@@ -81,10 +81,10 @@ class AcceptanceConfig(_Options):
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | AcceptanceConfig | None) -> AcceptanceConfig:
-        """Read ``"typical"`` or ``{"mode": "typical", "epsilon": 0.1}``; None is the default.
+        """Parse ``"typical"`` or ``{"mode": "typical", "epsilon": 0.1}``; None gives the default.
 
         Raises:
-            MedusaConfigError: Another type, an unknown key or a value out of bounds.
+            MedusaConfigError: Wrong type, unknown key, or value out of range.
 
         """
         if isinstance(value, AcceptanceConfig):
@@ -102,7 +102,8 @@ class AcceptanceConfig(_Options):
 class RequestConfig(AcceptanceConfig):
     """A request's own options, ``SamplingParams(extra_args={"medusa": {...}})``.
 
-    ``max_draft_tokens`` are draft nodes per step; 0 decodes the request as plain vLLM does.
+    ``max_draft_tokens`` limits the draft nodes per step; with 0, the request is decoded as in plain
+    vLLM.
     """
 
     label: ClassVar[str] = "Medusa request option"
@@ -118,12 +119,12 @@ class RequestConfig(AcceptanceConfig):
     ) -> RequestConfig:
         """Apply a request's ``extra_args={"medusa": {"acceptance": "typical", ...}}``.
 
-        Missing options come from ``default``, unless the request changes the mode: then they have
-        their own defaults. A string is accepted too, because servers do not allow nested extra
-        arguments: the mode, or the JSON of the dict.
+        Missing options are taken from ``default``; if the request changes the mode, they are the
+        fields' own defaults instead. A string (the mode, or the JSON of the dict) is accepted too,
+        because servers do not allow nested extra arguments.
 
         Raises:
-            MedusaConfigError: Another type, an unknown key or a value out of bounds.
+            MedusaConfigError: Wrong type, unknown key, or value out of range.
 
         """
         if not isinstance(extra or {}, Mapping):
@@ -150,7 +151,7 @@ class RequestConfig(AcceptanceConfig):
 WIDTH, DEPTH, DRAFTS = 10, 6, 59  # EAGLE-2's: 60 nodes, root included
 CHAIN = 5  # default number of draft tokens of a chain
 OWN_TREE = "heads"  # selects the tree in the heads' config
-_BOUNDS = {"width": 64, "depth": 32}  # of an EAGLE drafter's dynamic tree
+_BOUNDS = {"width": 64, "depth": 32}  # max values for an EAGLE drafter's dynamic tree
 _Nodes = Annotated[int, Field(ge=1, lt=MAX_NODES)]
 _MaxRows = dict[Annotated[str, Field(pattern="^max_rows$")], Annotated[int, Field(ge=2)]]
 
@@ -179,13 +180,14 @@ class _DraftOptions(_Options):
     )
     lookup: bool = Field(
         default=False,
-        description="true or false: also draft copies of a request's own text; without a "
-        '"model", only these',
+        description="true or false: also draft tokens copied from the request's own text; without "
+        'a "model", draft only these',
     )
 
     shared_noise: bool = Field(
         default=True,
-        description="true or false: choose drafts of sampled tokens with the noise that draws them",
+        description="true or false: for sampling requests, choose drafts with the noise that the "
+        "sampler will use",
     )
 
     @field_validator("model", mode="before")
@@ -200,10 +202,10 @@ class _DraftOptions(_Options):
 
     @classmethod
     def from_speculative_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read the dict that a user passed to vLLM; its ``method`` is left to the caller.
+        """Parse the dict that the user passed to vLLM; the caller handles its ``method``.
 
         Raises:
-            MedusaConfigError: An unknown option or a value out of bounds.
+            MedusaConfigError: Unknown option, or value out of range.
 
         """
         return cls(**{name: value for name, value in config.items() if name != "method"})
@@ -216,8 +218,8 @@ class MedusaConfig(_DraftOptions):
 
     tree: str | list[Any] | dict[str, Any] | None = Field(
         default=None,
-        description=f'{FORMS}, in plain JSON types, or "{OWN_TREE}" for the tree in their config; '
-        "omit it for dynamic trees",
+        description=f'{FORMS}, in plain JSON types, or "{OWN_TREE}" for the tree in the heads\' '
+        "config; omit it for dynamic trees",
     )
 
     @field_validator("tree", mode="before")
@@ -227,8 +229,8 @@ class MedusaConfig(_DraftOptions):
             isinstance(value, Mapping) and value and value.keys() <= _BOUNDS.keys()
         ):
             raise MedusaConfigError(
-                f"{cls.label} tree is {shown(value)}, a value for EAGLE drafters. Heads use "
-                'dynamic trees without "tree": omit it.'
+                f"{cls.label} tree is {shown(value)}, which is only for EAGLE drafters. With "
+                'heads, trees are dynamic if "tree" is not set: omit it.'
             )
         try:
             return str(value) if isinstance(value, Path) else json.loads(json.dumps(value))
@@ -257,7 +259,7 @@ class MedusaConfig(_DraftOptions):
 class EagleConfig(_DraftOptions):
     """The ``speculative_config`` of an EAGLE drafter with a ``tree``.
 
-    The default budget is "auto"; for a chain, all of it.
+    The default budget is "auto"; for a chain it is the length of the chain.
     """
 
     label: ClassVar[str] = "The option"
@@ -274,7 +276,7 @@ class EagleConfig(_DraftOptions):
         if self.lookup and tree == "chain":
             raise MedusaConfigError(
                 f'{self.label} lookup is True, which needs dynamic trees, but tree is "chain". '
-                'Use {"width": 1, "depth": 5}, a chain that allows copies, or omit '
+                'Use {"width": 1, "depth": 5}, a chain that supports lookup, or omit '
                 '"lookup".'
             )
         if isinstance(tree, dict) and not (
@@ -286,7 +288,7 @@ class EagleConfig(_DraftOptions):
 
     @property
     def grown(self) -> DynamicTree:
-        """The requested trees."""
+        """The dynamic tree that the options describe."""
         maximum = self.num_speculative_tokens
         if self.tree == "chain":
             length = maximum or CHAIN
@@ -296,7 +298,7 @@ class EagleConfig(_DraftOptions):
             maximum = min(maximum or MAX_NODES - 1, self.budget)
         width = given.get("width", WIDTH)
         beam = Beam(width, width, given.get("depth", DEPTH))
-        num_nodes = 1 + (maximum or DRAFTS)  # lookup may exceed the drafter's nodes
+        num_nodes = 1 + (maximum or DRAFTS)  # lookup may add nodes to the drafter's
         return DynamicTree(beam, num_nodes if self.lookup else min(num_nodes, beam.num_nodes))
 
 
@@ -351,7 +353,7 @@ def resolve_tree(
 
 
 def _read_text(text: str) -> object:
-    """Parse a mode's name or the JSON of a dict; other texts are returned unchanged."""
+    """Parse a mode's name or the JSON of a dict; invalid JSON is returned unchanged."""
     if not text.lstrip().startswith("{"):
         return {"acceptance": text}
     try:
@@ -361,7 +363,7 @@ def _read_text(text: str) -> object:
 
 
 def _check_fits(tree: TokenTree, num_heads: int | None, vocab_size: int | None) -> None:
-    """Raise `TreeError` for a node deeper than the heads or a rank beyond the vocabulary."""
+    """Raise `TreeError` if a node is deeper than the heads or a rank exceeds the vocabulary."""
     if not tree.paths:
         raise TreeError(
             f"{num_heads} heads over {vocab_size} tokens can't draft; both must be > 0."
@@ -377,7 +379,7 @@ def _check_fits(tree: TokenTree, num_heads: int | None, vocab_size: int | None) 
     widest = max(tree.paths, key=lambda path: max(path))
     if vocab_size is not None and max(widest) >= vocab_size:
         raise TreeError(
-            f"Its path {list(widest)} takes rank {max(widest)}, but the heads choose from "
+            f"Its path {list(widest)} uses rank {max(widest)}, but the heads choose from "
             f"{vocab_size} tokens, so ranks go up to {vocab_size - 1}. Use a narrower tree."
         )
 

@@ -2,8 +2,8 @@
 
     propose -> score -> accept -> compact -> repeat
 
-This is the oracle that every fast path must equal. Greedy decoding gives the tokens of plain greedy
-decoding; lossless sampling gives those of plain sampling with an equal generator.
+This is the oracle that every fast path must match. Greedy decoding gives the tokens of plain greedy
+decoding; lossless sampling gives those of plain sampling with a generator in the same state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNLIMITED = 1 << 62
 class DecodeResult:
     """Generated tokens, and accepted drafts per verification step, counted as in vLLM.
 
-    Steps without drafts are not counted; accepted drafts beyond a truncated output are.
+    Steps without drafts are not counted; accepted drafts after the end of a truncated output are.
     """
 
     token_ids: list[int]
@@ -40,7 +40,7 @@ class DecodeResult:
 
 @torch.inference_mode()
 def decode(
-    model: Any,  # causal LM of transformers, attention layers only, "sdpa" or "eager"
+    model: Any,  # a transformers causal LM, only attention layers, "sdpa" or "eager"
     heads: MedusaHeads,  # Medusa or Hydra, with the model's embedding bound
     tree: TokenTree | DynamicTree,
     input_ids: Tensor,  # int64 [prompt length]
@@ -51,7 +51,7 @@ def decode(
     top_k: int = 0,
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
-    eos_token_id: int | Collection[int] | None = None,  # ends the output, and is part of it
+    eos_token_id: int | Collection[int] | None = None,  # ends the output and is included
     max_model_len: int = UNLIMITED,  # of prompt and output; drafts beyond it are not scored
     draw: sampler.Draw = sampler.draw_exponential,  # draw_splitmix for vLLM's CPU sampler
     shared_noise: bool = True,  # choose drafts with the noise of draw_splitmix, see `noise`
@@ -98,7 +98,7 @@ def decode(
     tokens, accepted_per_step = root.tolist(), []
     while len(tokens) < limit and ends.isdisjoint(tokens):
         base = cache.get_seq_length()  # the root's position
-        # Propose: head h fills the nodes of depth h + 1 from the state that gave the root.
+        # Propose: head h fills the nodes of depth h + 1 from the state that produced the root.
         useful = limit - len(tokens) - 1  # the step's last token needs no node
         lm_head = model.get_output_embeddings()
         stream = None
@@ -153,11 +153,11 @@ class _Ahead:
 
 
 def _tree_mask(model: Any, tree: TreeBatch, base: int) -> Tensor | dict[str, Tensor]:
-    """Additive mask [1, 1, n, base + n], or one per kind of layer; a window counts depths."""
+    """Additive mask [1, 1, n, base + n], or one per kind of layer; windows count positions."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"Layers of kind {sorted(other)} can't score a tree; attention can.")
+        raise ValueError(f"Layers of kind {sorted(other)} can't score a tree; only attention can.")
     window = getattr(config, "sliding_window", None) or UNLIMITED
     query = base + tree.depths[0]  # [n] positions
     key = torch.cat([torch.arange(base, device=query.device), query])  # [base + n]

@@ -53,11 +53,11 @@ class Run:
             folder.mkdir(exist_ok=True)
             self._lock = take_lock(
                 folder / "lock",
-                f"{of}: another process is writing it. Wait for it to end, or choose another.",
+                f"{of}: another process is writing it. Wait for it, or choose another output.",
             )
         except OSError as error:
             raise FileRefused(
-                f"{folder} can't be created: {error.strerror}. Use another."
+                f"{folder} can't be created: {error.strerror}. Choose another output."
             ) from None
         begun = folder / "run.json"
         before: Any = None
@@ -69,7 +69,7 @@ class Run:
                     changes = "; ".join(differences(before or {}, settings))
                     why = f"{begun} can't be read"
                     if changes:
-                        why = f"{of} holds results of other settings: {changes}"
+                        why = f"{of} holds results for other settings: {changes}"
                     raise FileRefused(f"{why}. {remedy}")
             self.resumed = before == settings
             if not self.resumed:
@@ -77,7 +77,7 @@ class Run:
                 others = [path for path in folder.iterdir() if path.name not in known]
                 if others and not begun.exists():
                     raise FileRefused(
-                        f"{folder} holds {others[0].name}, not a run. Choose another."
+                        f"{folder} holds {others[0].name}, not a run. Choose another output."
                     )
                 for path in others:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -140,7 +140,7 @@ def new_file(path: Path, mode: str = "w", tag: str = "part") -> Iterator[IO[Any]
 
 
 def write_json(path: Path, document: Any, tag: str = "part") -> None:
-    """Write a JSON file, keys in order, indented by one."""
+    """Write a JSON file with sorted keys, indented by one space."""
     with new_file(path, tag=tag) as file:
         json.dump(document, file, indent=1, sort_keys=True)
         file.write("\n")
@@ -164,8 +164,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill, renamed to ``path`` if the block succeeds and removed otherwise.
 
-    Raises FileRefused: ``path`` exists without ``overwrite``, even if created since the start;
-    or the folder can't be created.
+    Raises FileRefused: ``path`` exists and ``overwrite`` is false, even if it was created while the
+    block ran; or the folder can't be created.
     """
     path = path.resolve()  # "." has no name, and a folder can't replace a link
     part, old = aside(path), aside(path, "old")
@@ -175,15 +175,14 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         part.mkdir()
     except OSError as error:
         raise FileRefused(
-            f"{path} can't be created ({error.strerror}): choose an output in a folder that is "
-            "written to"
+            f"{path} can't be created ({error.strerror}): choose an output in a writable folder"
         ) from error
     try:
         yield part
         for entry in [*part.rglob("*"), part]:
             sync(entry)
         if path.exists() and not overwrite:
-            raise FileRefused(f"{path} was created meanwhile: choose another output")
+            raise FileRefused(f"{path} was created in the meantime: choose another output")
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -225,18 +224,18 @@ def digest(path: Path) -> str:
 
 
 def digest_json(document: Any) -> str:
-    """SHA-256 of a value as JSON, keys in order; other types are converted to text."""
+    """SHA-256 of a value as JSON with sorted keys; non-JSON types are converted with `str`."""
     return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """A digest that identifies a checkpoint, a folder or a file, without reading gigabytes."""
+    """A digest that identifies a checkpoint (folder or file) without reading all of it."""
     files = sorted(checkpoint.iterdir()) if checkpoint.is_dir() else [checkpoint]
     return digest_ends(path for path in files if path.suffix in _CHECKPOINT_SUFFIXES)
 
 
 def digest_ends(files: Iterable[Path]) -> str:
-    """SHA-256 of names, sizes and both ends of files; absent ones are left out.
+    """SHA-256 of names, sizes and both ends of files; missing files are skipped.
 
     A safetensors file starts with its header and ends with weights; a pickle ends with the
     checksums of all its tensors.
@@ -267,9 +266,10 @@ def require_parent(path: Path) -> None:
 
 
 def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bool]) -> None:
-    """Refuse an output without a folder, or with contents other than a JSON object of ``ours``.
+    """Refuse an output without a parent folder, or an existing file that is not ``ours``.
 
-    ``what`` describes what is written there.
+    ``ours`` tells whether the JSON object in the file may be replaced; ``what`` describes what is
+    written there. An empty file may always be replaced.
     """
     require_parent(path)
     if not os.path.lexists(path):
@@ -284,7 +284,7 @@ def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bo
 
 
 def refuse_strangers(folder: Path, ours: Sequence[str]) -> None:
-    """Refuse to overwrite a folder with files that do not match ``ours``; "NAME/" is a folder."""
+    """Refuse to overwrite a folder with files not matched by ``ours``; "NAME/" matches a folder."""
     others = []
     for entry in sorted(folder.iterdir()):
         name = f"{entry.name}/" if entry.is_dir() and not entry.is_symlink() else entry.name

@@ -2,7 +2,7 @@
 
 A job is a function of typed options and a `Progress`; it returns a result and does not print. It
 raises ValueError or OSError for invalid input and `JobFailed` for failures while it runs. Its
-``command`` is its command line, for the provenance of its results.
+``command`` is its command line, stored with the results as their provenance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether Triton kernels run on a device, the C++ kernels for CPUs, compiled functions of rows."""
+"""Kernel selection and compilation: Triton, C++ for CPUs, `torch.compile` for row functions."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def cpu_library() -> Any:
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compile` for functions of wide rows; the number of rows may vary.
 
-    Runs as written where the first argument has rows of fewer than `FUSED_WIDTH` elements, for
-    which compiling (some seconds) does not pay, and, with a warning, where compiling fails.
+    Runs uncompiled if the rows of the first argument have fewer than `FUSED_WIDTH` elements, where
+    compilation (a few seconds) does not pay off, and, with a warning, if compilation fails.
     """
     compiled: Callable[..., Any] | None = None
     failed = False
@@ -65,7 +65,7 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal compiled, failed
         if failed or rows.shape[-1] < FUSED_WIDTH:
             return function(rows, *others)
-        import torch._dynamo  # takes seconds
+        import torch._dynamo  # takes seconds to import
         import torch._inductor.exc
 
         if compiled is None:
@@ -77,7 +77,9 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
         except torch._inductor.exc.InductorError as error:
             failed = True
             reason = str(error).strip().partition("\n")[0]
-            warnings.warn(f"not compiled, several times slower: {reason}", stacklevel=2)
+            warnings.warn(
+                f"compilation failed, so this is several times slower: {reason}", stacklevel=2
+            )
             return function(rows, *others)
 
     return call

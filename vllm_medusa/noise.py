@@ -1,19 +1,20 @@
-"""Drafts that share the request's noise: children that the target is likely to draw.
+"""Drafting with the request's sampling noise: choose children that the target is likely to draw.
 
 A sampled token is argmax(log p / T + G), with Gumbel noise G that depends on the request's random
 stream and the position, not on p; so G is known before the target has run. Children are chosen by
 
     a * log q + b * G        a = min(1, SCALE / T),  b = a * T * WEIGHT
 
-instead of log q, which prefers the tokens that G favors. The rule of acceptance is unchanged, a
-child is accepted if and only if it is the token drawn, and each position's noise is used once, for
-its token: tokens, seeded or not, are those without drafts (arXiv 2408.07978, 2506.05632).
+instead of log q, so tokens that G favors are preferred. The acceptance rule is unchanged: a child
+is accepted if and only if it is the token drawn, and each position's noise is used once, for its
+token. So the tokens, seeded or not, are the same as without drafts (arXiv 2408.07978, 2506.05632).
 
-SCALE and WEIGHT are for drafters that know p only roughly: all of G would trust q too far. In an
-engine with SmolLM2's Hydra heads and trees of four nodes, tau was 1.51 without and 1.56 with noise
-at T 0.7, 1.40 and 1.54 at T 1.0 (docs/results.md). Top-k and top-p are not applied to q, because
-children outside q's own are drawn often: of four children of the root, one is drawn in 53.7 % at
-T 1.0 and top-p 0.9; in 51.6 % if q is masked, in 46.1 % without noise (simulated).
+SCALE and WEIGHT are below 1 because drafters approximate p only roughly: with the full weight of G,
+q would be trusted too much. In an engine with SmolLM2's Hydra heads and trees of four nodes, tau
+was 1.51 without and 1.56 with noise at T 0.7, and 1.40 and 1.54 at T 1.0 (docs/results.md). Top-k
+and top-p are not applied to q, because tokens outside q's own top-k or top-p set are drawn often:
+one of four children of the root is drawn in 53.7 % of cases at T 1.0 and top-p 0.9; in 51.6 % if q
+is masked, in 46.1 % without noise (simulated).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Stream(Protocol):
 
     @property
     def temperature(self) -> Tensor:
-        """Of the draws, fp32 [B]; 0: no noise for this request."""
+        """Sampling temperature, fp32 [B]; 0: no noise for this request."""
         ...
 
     def gumbel(self, first: int, stop: int, token_ids: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Seeds:
-    """The noise of vLLM's CPU sampler: each token's is hashed from a seed of the position."""
+    """The noise of vLLM's CPU sampler: each token's noise is hashed from a seed per position."""
 
     seeds: Tensor  # int64 [B, D], those that the sampler will draw; -1: no noise
     temperature: Tensor  # fp32 [B]
@@ -78,10 +79,10 @@ class Noise:
 
     def __init__(self, stream: Stream, token_ids: Tensor) -> None:
         """``token_ids``, int64 [V_draft], are the tokens that the drafter scores."""
-        heat = stream.temperature
+        temperature = stream.temperature
         self._stream, self._token_ids = stream, token_ids
-        self._logit_scale = torch.where(heat > 0, (SCALE / heat).clamp_max(1.0), 1.0)
-        self._noise_scale = self._logit_scale * heat * WEIGHT
+        self._logit_scale = torch.where(temperature > 0, (SCALE / temperature).clamp_max(1.0), 1.0)
+        self._noise_scale = self._logit_scale * temperature * WEIGHT
 
     def at(self, first: int, stop: int) -> LevelNoise:
         """The noise of the levels ``first`` to ``stop`` - 1."""
@@ -91,7 +92,7 @@ class Noise:
 
 @dataclass(frozen=True, eq=False)
 class LevelNoise:
-    """The noise of L levels, or of one level for all its nodes."""
+    """The noise of L levels, or of one level, shared by its nodes."""
 
     gumbel: Tensor  # fp32 [B, L, V_draft]
     logit_scale: Tensor  # fp32 [B], the factor a

@@ -45,7 +45,7 @@ from pydantic import (
 
 
 def _source(text: str) -> str:
-    path = os.path.expanduser(text.strip())  # unlike Path's, accepts an unknown user
+    path = os.path.expanduser(text.strip())  # unlike Path.expanduser, accepts an unknown user
     if path and (path[0] not in "/.~" or os.path.exists(path)):
         return text
     raise ValueError("use the name of an existing folder or file, or of a hub model")
@@ -56,15 +56,15 @@ def _model(text: str) -> str:
         return _source(text)
     raise ValueError(
         "use the name of an existing folder with config.json, tokenizer and safetensors, or of a "
-        "hub model (transformers makes such a folder of a GGUF file: "
+        "hub model (transformers converts a GGUF file to such a folder: "
         "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(TARGET), "
         "and its tokenizer likewise)"
     )
 
 
 def _filled(path: object) -> object:
-    if isinstance(path, str) and not path.strip():  # which `Path` takes for the current folder
-        raise ValueError("the name is empty; name a file or folder, . for the current one")
+    if isinstance(path, str) and not path.strip():  # `Path` would use the current folder
+        raise ValueError('the name is empty; name a file or folder, "." for the current folder')
     return path
 
 
@@ -85,9 +85,9 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 def option(help: str = "", *names: str, default: Any = MISSING, **more: Any) -> Any:
     """A field of `Options`; without a default it is required.
 
-    ``help`` is followed by the default, or by ``shown`` instead. ``names`` are further names
-    on the command line, such as "-o"; one with "--" replaces the field's own. ``metavar`` is the
-    value's name in the help, ``positional`` an argument without a name.
+    In the help, ``help`` is followed by the default, or by ``shown`` if given. ``names`` are
+    additional names on the command line, such as "-o"; one with "--" replaces the field's own.
+    ``metavar`` is the value's name in the help; ``positional`` makes it a positional argument.
     """
     metadata = {"flag": {"help": help, "names": names, **more}}
     if isinstance(default, list | dict):
@@ -164,11 +164,11 @@ class Described:
 
     @cached_property
     def validator(self) -> TypeAdapter[Any]:
-        """For its values."""
+        """The validator of its values."""
         return _adapter(self.type)
 
     def parse(self, text: str) -> Any:
-        """Read a value, or one of many, from a command line."""
+        """Parse one value from the command line."""
         adapter = _adapter(self.item)
         try:
             if get_origin(self.item) is dict:
@@ -185,7 +185,7 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def _first(error: ValidationError) -> tuple[Any, str]:
-    """The first invalid value, and why it is."""
+    """The first invalid value, and the reason."""
     first = error.errors()[0]
     reason = first["msg"].removeprefix("Value error, ")
     return first["input"], reason[0].lower() + reason[1:]
@@ -218,7 +218,7 @@ def described(options: type[Options]) -> list[Described]:
 
 
 def groups(options: type[Options]) -> Iterator[tuple[str, str, type[Options]]]:
-    """(name, title, class) of a class's fields that are options."""
+    """(name, title, class) of a class's fields that hold nested options."""
     hints = get_type_hints(options)
     for each in fields(options):  # type: ignore[arg-type]
         if is_dataclass(hints[each.name]) and "group" in each.metadata:
@@ -234,7 +234,7 @@ def values_of(options: Options) -> dict[str, Any]:
 
 
 def taken(kind: type[T], options: Options, **own: Any) -> T:
-    """Options of a class, with the same-named values of others, except ``own``."""
+    """Options of class ``kind``: values from ``own``, else same-named ones from ``options``."""
     known = {each.name for each in described(kind)}
     return kind(**{n: v for n, v in values_of(options).items() if n in known} | own)
 
@@ -256,7 +256,7 @@ def command_line(options: Options) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage."""
+    """A parser whose error messages omit the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Print the message and end the process."""
@@ -281,7 +281,7 @@ def add_flags(parser: Any, options: type[Options], titled: dict[str, Any] | None
 def from_flags(options: type[T], args: argparse.Namespace) -> T:
     """Options from a parsed command line.
 
-    Raises ValueError: options conflict; single invalid values are rejected by the parser.
+    Raises ValueError: options conflict; the parser has already rejected individual values.
     """
     values = {each.name: getattr(args, each.name) for each in described(options)}
     for name, _, kind in groups(options):

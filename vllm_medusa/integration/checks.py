@@ -1,4 +1,4 @@
-"""Start-up checks that refuse combinations which would give wrong results."""
+"""Start-up checks that refuse configurations that would give wrong results."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _unsupported(config: Any) -> Iterator[str]:
     readable += ["fp8", "fp8_e4m3"] if compat.on_cuda() else ["float32"]
     if cache.cache_dtype not in readable:
         yield (
-            f"kv_cache_dtype is {cache.cache_dtype!r}; tree attention here reads "
+            f"kv_cache_dtype is {cache.cache_dtype!r}; tree attention on this platform supports "
             f"{', '.join(readable)}."
         )
     if cache.kv_sharing_fast_prefill:
@@ -154,7 +154,7 @@ def _unsupported_on_v2(config: Any) -> Iterator[str]:
 
 
 def _without_budget(config: Any, options: TreeSettings) -> Iterator[str]:
-    """Refuse a user's scheduler that can't choose the number of nodes, which has no budget."""
+    """Refuse a user's scheduler that can't choose the number of nodes of dynamic trees."""
     chosen, ahead = config.scheduler_config.scheduler_cls, config.scheduler_config.async_scheduling
     ours, remedy = SCHEDULER, 'use a static "tree"'
     if ahead:
@@ -183,8 +183,8 @@ def _too_small(config: Any, options: TreeSettings) -> Iterator[str]:
     elif seqs * nodes > tokens:
         compat.logger.warning_once(
             f"{seqs} running requests with trees of {nodes} nodes (root included) need "
-            f"{seqs * nodes} tokens per step, which schedules at most {tokens}: trees are then "
-            "truncated, and new requests wait. Raise max_num_batched_tokens to "
+            f"{seqs * nodes} tokens per step, but a step schedules at most {tokens}: trees are "
+            "then truncated, and new requests wait. Raise max_num_batched_tokens to "
             f"{seqs * nodes} or more, lower max_num_seqs to {tokens // nodes}, or cap the tree "
             "with num_speculative_tokens."
         )

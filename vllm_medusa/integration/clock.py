@@ -15,7 +15,7 @@ class Step:
     rows: int
     requests: int
     limit: int  # max nodes drafted per request at its end; 0: no head runs
-    prefill: bool  # it includes prefill
+    prefill: bool  # whether it includes prefill
     nodes: dict[str, int] = field(default_factory=dict)  # drafts verified, by request
     tokens: int = 0  # generated
 
@@ -28,7 +28,7 @@ class StepClock:
         self._last: Step | None = None  # ends when the next one starts
 
     def begin(self) -> tuple[Step, float] | None:
-        """Start a step before it is scheduled; return the one that ended, and its ms."""
+        """Start a step before it is scheduled; return the ended step and its duration in ms."""
         ended, self._last = self._last, None
         return None if ended is None else (ended, _ms_since(ended.started))
 
@@ -42,7 +42,7 @@ class StepClock:
         return step
 
     def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:
-        """Record that an output was processed; return the step if it ended, and its ms.
+        """Record that an output was processed; return the step if it ended, and its duration in ms.
 
         Args:
             step: the step of the output.
@@ -76,7 +76,7 @@ class PipelinedClock(StepClock):
         return self._in_flight.popleft()
 
     def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:
-        """Record that an output was processed; return the step, and its ms."""
+        """Record that an output was processed; return the step, and its duration in ms."""
         ms = _ms_since(max(step.started, self._ended_at))
         self._ended_at = time.perf_counter()
         step.limit, self._heads_ran = self._heads_ran, step.limit

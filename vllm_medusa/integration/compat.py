@@ -77,9 +77,9 @@ def derives_from(worker_cls: Any, base: str) -> bool:
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The product in vLLM's CPU layers (oneDNN, weight [O, I] packed once), or torch's.
+    """The matmul of vLLM's CPU layers (oneDNN, weight [O, I] packed once), or torch's.
 
-    As in vLLM, torch's is used if oneDNN has no such product: bf16 and fp16 without AVX-512.
+    As in vLLM, torch's is used if oneDNN does not support it: bf16 and fp16 without AVX-512.
     """
     from vllm import _custom_ops as ops
 

@@ -42,10 +42,9 @@ MakePlan = Callable[[CacheLayout, int, int | None], AttentionPlan]
 
 @dataclass
 class TreeMetadata(CPUAttentionMetadata):
-    """vLLM's metadata for our kernel: some request verifies a tree that branches.
+    """Metadata for our kernel: a step with a branching tree, or one level of a drafter's trees.
 
-    Or it is one level of a drafter's trees. ``plain`` is vLLM's own metadata of the other requests,
-    whose token rows are ``plain_rows``.
+    ``plain`` is vLLM's own metadata of the other requests, whose token rows are ``plain_rows``.
     """
 
     make_plan: MakePlan | None = None  # never None; a default is required after vLLM's fields
@@ -82,7 +81,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
-        """Build vLLM's metadata; with a `step`, for its plain requests only."""
+        """Build vLLM's metadata; if `step` has branching trees, only for its other requests."""
         step, common = self.step, common_attn_metadata
         if step is None or not step.branches.any():
             self._expect(with_trees=False)
@@ -126,7 +125,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         return [layers[name].impl for name in self.layer_names]
 
     def _expect(self, *, with_trees: bool) -> None:
-        """Let the layers attend with trees, or by vLLM's own method, without a call of ours."""
+        """Set the layers' `forward`: `attend` for trees, else vLLM's own method, not wrapped."""
         for impl in self._impls:
             if with_trees:
                 impl.forward = impl.attend
@@ -174,7 +173,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
     """One attention layer."""
 
     _layout: CacheLayout | None = None
-    group_caches: Any = None  # of `compact_group`, kept by a group's first layer
+    group_caches: Any = None  # of `compact_group`, stored in a group's first layer
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -198,7 +197,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attend: query [T, Hq, D] over ``kv_cache``, which already holds this step's keys."""
-        if not isinstance(attn_metadata, TreeMetadata):  # a dummy step, which builds none
+        if not isinstance(attn_metadata, TreeMetadata):  # a dummy step, without tree metadata
             return type(self).forward(
                 self, layer, query, key, value, kv_cache, attn_metadata, output,
                 output_scale, output_block_scale,
@@ -229,7 +228,7 @@ def kernel_truncates() -> bool:
     """Whether vLLM's CPU kernel truncates bf16 results instead of rounding to nearest.
 
     Its builds for CPUs without bf16 instructions do (csrc/cpu/cpu_types_x86.hpp, BF16Vec16). Half
-    of all outputs then differ from rounded ones in the last bit, so trees must do the same.
+    of all outputs then differ from rounded ones in the last bit, so trees must truncate too.
     """
     length, size, block = 3, 32, 32  # tokens of equal weight: the result is their mean
     values = torch.tensor([1.0, 1 + 2**-7, 1 + 2**-7]).bfloat16().view(length, 1, 1)

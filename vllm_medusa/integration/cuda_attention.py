@@ -57,7 +57,7 @@ class TreeAttentionBackend(TritonAttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Ampere and later, for which the tiles are tuned."""
+        """Ampere and later, for which the tile sizes are chosen."""
         return bool(capability.major >= 8)
 
     @classmethod
@@ -65,7 +65,7 @@ class TreeAttentionBackend(TritonAttentionBackend):
         """Decoders only."""
         return attn_type == AttentionType.DECODER
 
-    # The number of key parts depends on the batch; nodes never attend to later ones; our kernel
+    # The number of key parts depends on the batch; nodes never attend to later nodes; our kernel
     # does not support ALiBi or windows that exclude the prompt.
     supports_batch_invariance = supports_mm_prefix = classmethod(lambda cls: False)
     supports_non_causal = supports_rswa = supports_alibi_sqrt = classmethod(lambda cls: False)
@@ -78,7 +78,7 @@ class TreeAttentionBackend(TritonAttentionBackend):
         plain = {"float16": torch.float16, "bfloat16": torch.bfloat16}
         if plain.get(kv_cache_dtype, dtype) != dtype:
             return (
-                f"tree attention supports a cache of the model's own {dtype} or of fp8, not "
+                f"tree attention supports a KV cache in the model's own {dtype} or in fp8, not in "
                 f"{kv_cache_dtype}"
             )
         return None

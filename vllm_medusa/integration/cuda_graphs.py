@@ -1,7 +1,7 @@
 """Capture sizes of CUDA graphs for batches of requests with whole trees.
 
 By default vLLM captures steps of up to 512 tokens, such as 8 requests with trees of 64 nodes;
-larger steps wait for each kernel launch. Here whole trees of more requests are added to its sizes:
+larger steps launch kernels one by one. Here whole trees of more requests are added to its sizes:
 every count up to 16, then eight per doubling, so that at most an eighth of a step is
 padding. From `MAX_TOKENS` on, the device has enough work to hide the launches.
 """

@@ -2,10 +2,10 @@
 
 CUDA graphs: vLLM captures full graphs for batches in which every request has the same number of
 rows (`AttentionCGSupport.UNIFORM_BATCH`), before any tree was drafted. So
-`build_for_cudagraph_capture` builds a batch of trees of any size whenever there may be
-some. All that a replay reads stays where it was at capture: vLLM's own buffers (lengths, block
-table), the trees, and ``is_tree``, which marks requests whose rows are nodes; `build` updates
-them, also in steps without trees. A request that pads a batch has no rows.
+`build_for_cudagraph_capture` builds a batch of trees, truncated or whole, for every size that trees
+may have. Everything that a replay reads keeps its address from capture: vLLM's own buffers
+(lengths, block table), the trees, and ``is_tree``, which marks requests whose rows are nodes;
+`build` updates them, also in steps without trees. Requests that pad a batch have no rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.dynamic import Beam
 
-_LENGTH_STEP = 512  # lengths are rounded up to multiples, to cache most part counts
+_LENGTH_STEP = 512  # lengths are rounded up to multiples of it, so that `_splits` is mostly cached
 
 
 @dataclass
@@ -90,13 +90,13 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
         return self._trees.add_branches(plain, seen)
 
     def empty_batches(self, *, branches: bool = False) -> Iterator[PagedBatch]:
-        """One batch without rows per kernel that steps with trees, or `build_branches`, need."""
+        """One batch without rows for each kernel of steps with trees, or of `build_branches`."""
         return iter(()) if self._trees is None else self._trees.empty_batches(branches)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> TritonAttentionMetadata:
-        """Build the metadata for graph capture: trees with the shortest context, cut or whole."""
+        """Build the metadata for graph capture: truncated or whole trees, shortest context."""
         plain = super().build_for_cudagraph_capture(common_attn_metadata)
         trees = self._trees
         if trees is None or not 1 < plain.max_query_len <= trees.num_nodes:
@@ -187,11 +187,11 @@ class _Trees:
     def bound(self, max_query_len: int) -> int:
         """An upper bound of rows per request with only two values, for trees and for prefill.
 
-        Otherwise each size of truncated trees and short chunks would be another kernel to compile.
+        Otherwise each size of truncated trees and short chunks would need its own compiled kernel.
         """
         if max_query_len <= self.num_nodes:
             return self.num_nodes
-        group = self.shape.num_heads // self.shape.kv_heads  # kernel rows per row
+        group = self.shape.num_heads // self.shape.kv_heads  # kernel rows per query row
         return max(max_query_len, -(-LARGEST_BLOCK_M // group))
 
     def write(self, tree: TreeBatch) -> None:

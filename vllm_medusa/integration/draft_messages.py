@@ -22,7 +22,7 @@ class DraftMessage(DraftTokenIds):
 
     # survival of each draft, not increasing; empty if trees are static
     survival: list[list[float]] = field(default_factory=list)
-    # for requests with a grammar, which have no drafts above
+    # for requests with a grammar, whose ``draft_token_ids`` are empty
     candidates: dict[str, Candidates] = field(default_factory=dict)
     # origin of each draft, see `DraftTrees.source`, for requests with copies
     proposed_by: dict[str, list[int]] = field(default_factory=dict)
@@ -66,5 +66,5 @@ def tree_parents(scheduler_output: SchedulerOutput) -> Mapping[str, list[int]]:
 
 
 def survival_of(log_survival: npt.NDArray[np.float32]) -> list[list[float]]:
-    """The survivals of each request's drafts [B, K] that can survive; they are a prefix."""
+    """Each request's survivals above 0, from log-survivals [B, K]; they are a prefix."""
     return [np.exp(row[np.isfinite(row)]).tolist() for row in log_survival]

@@ -36,8 +36,9 @@ AnyHeads = MedusaHeads | PackedHeads | PackedHydra
 def arranged(heads: MedusaHeads, device: torch.device, rows: slice | None = None) -> AnyHeads:
     """The heads in the fastest form for ``device``, restricted to vocabulary ``rows``.
 
-    CPUs read packed matrices two to three times faster, one by one. Elsewhere, a step's few rows
-    are launch-bound, so a layer of all heads is one product (``heads`` may still be on the host).
+    CPUs read packed matrices two to three times faster, one matrix at a time. On other devices the
+    few rows of a step are launch-bound, so one layer of all heads is one product (``heads`` may
+    still be on the host).
     """
     if device.type == "cpu" and isinstance(heads, HydraHeads):
         return PackedHydra(heads, compat.packed_linear, rows)
@@ -93,10 +94,10 @@ class MedusaDrafter:
         self._shard: VocabShard | None = None  # None: this rank handles the whole vocabulary
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Load the heads for ``target_model``, whose LM head is used by heads without one.
+        """Load the heads for ``target_model``; heads without an LM head use the target's.
 
-        For a draft vocabulary, its rows are stored with the heads. Tensor-parallel ranks keep only
-        own rows of stored LM heads.
+        If such heads have a draft vocabulary, the target's rows for it are stored with them. Each
+        tensor-parallel rank keeps only its own rows of stored LM heads.
         """
         if self.options.heads is None:
             compat.logger.info(
@@ -143,8 +144,8 @@ class MedusaDrafter:
     def buffers_for_sleep(self) -> nn.Module:
         """The heads' tensors as buffers, for vLLM's sleep level 2.
 
-        It drops all weights; on wake-up the target's are reloaded, but not the heads'. Buffers are
-        kept, including those of the runner's draft model.
+        Level 2 drops all weights; on wake-up the target's are reloaded, but not the heads'. Buffers
+        are kept, including those of the runner's draft model.
         """
         module = nn.Module()
         heads = getattr(self, "heads", None)
@@ -164,7 +165,7 @@ class MedusaDrafter:
         min_survival: float | None = None,
         stream: Stream | None = None,
     ) -> DraftTrees:
-        """See `trees.Drafter`; a static tree is drafted whole."""
+        """See `request_trees.Drafter`; a static tree is drafted whole."""
         noise = None if stream is None else Noise(stream, self._scored)
         if self.beam is not None:
             assert isinstance(self._source, Beam)
@@ -216,7 +217,7 @@ class MedusaDrafter:
 
     @functools.cached_property
     def _scored(self) -> Tensor:
-        """The target's ids that this rank scores, int64 [V_draft]."""
+        """The target's token ids that this rank scores, int64 [V_draft]."""
         heads, shard = self.heads if self.beam is None else self.beam, self._shard
         count = self.model_config.get_vocab_size()
         ids = (
@@ -232,7 +233,7 @@ class MedusaDrafter:
         return logits
 
     def _beam_of(self, heads: MedusaHeads, *, exact: bool) -> HydraBeam | None:
-        """Hydra heads with dynamic trees on a single CPU rank, if the kernel supports them."""
+        """The C++ kernel for Hydra heads with dynamic trees on a single CPU rank, else None."""
         if (
             self.device.type != "cpu"
             or not isinstance(heads, HydraHeads)

@@ -1,8 +1,9 @@
-"""EAGLE drafters with trees: options, and checks that refuse configurations with wrong results.
+"""EAGLE drafters with trees: options, and checks that refuse unsupported configurations.
 
 vLLM keeps its own method and config, which determine the drafter's config, its auxiliary
 hidden states, its KV cache, and the slots reserved after a request's tokens
-(`num_lookahead_tokens`, the config's ``num_speculative_tokens``). Drafting and verifying are ours.
+(`num_lookahead_tokens`, the config's ``num_speculative_tokens``). Drafting and verification are
+ours.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def config_of_eagle(
     settings = {"method": method, "model": config.model, "num_speculative_tokens": maximum}
     if on_v2:  # full CUDA graphs for steps without drafts too, see `config_of_heads`
         settings["num_speculative_tokens_per_batch_size"] = [(1, 1, maximum), (2, 2, 0)]
-    else:  # accepted tokens are known on the host before it drafts
+    else:  # accepted tokens are known on the host before drafting
         settings["disable_padded_drafter_batch"] = True
     if config.revision is not None:
         settings["revision"] = config.revision
@@ -105,19 +106,19 @@ def check_captured_layers(model: Any, speculative: Any) -> None:
         inner = getattr(model, "language_model", None) or getattr(model, "model", None)
         if inner is None:
             raise MedusaConfigError(
-                f"{type(model).__name__} does not support EAGLE-3 in vLLM. Omit it."
+                f"{type(model).__name__} does not support EAGLE-3 in vLLM. Omit the drafter."
             )
         model = inner
-    shown, draft = tuple(model.aux_hidden_state_layers), speculative.draft_model_config.hf_config
+    captured, draft = tuple(model.aux_hidden_state_layers), speculative.draft_model_config.hf_config
     named = named_layers(vars(draft))
-    if named is not None and tuple(sorted(named)) != shown:
+    if named is not None and tuple(sorted(named)) != captured:
         raise MedusaConfigError(
             f"The drafter was trained on the target's layers {sorted(named)}, but vLLM passes "
-            f"{list(shown)}."
+            f"{list(captured)}."
         )
     compat.logger.info(
         "EAGLE-3 drafts from the inputs of the target's layers %s, %s.",
-        ", ".join(map(str, shown)),
+        ", ".join(map(str, captured)),
         "from the drafter's config" if named else "vLLM's default; its config has none",
     )
     if doubt := doubtful_layers(vars(draft)):
@@ -147,7 +148,7 @@ def unsupported_by_eagle(config: Any) -> Iterator[str]:
         yield (
             f"a level of {scheduler.max_num_seqs} requests (max_num_seqs) with {beam.width} nodes "
             f"each has {rows} rows; a step has at most {maximum} (max_num_batched_tokens). Lower "
-            "the first, or the tree's width, or raise the last."
+            "max_num_seqs or the tree's width, or raise max_num_batched_tokens."
         )
     if config.num_lookahead_tokens < scratch or scratch >= model.max_model_len:
         yield (

@@ -1,4 +1,4 @@
-"""What the CPU kernel for EAGLE-3 reads of vLLM's drafter and of its cache."""
+"""Weights and cache of vLLM's EAGLE-3 drafter, as the CPU kernel reads them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from vllm_medusa.scorer.layout import CacheLayout
 
 
 def eagle_weights(model: Any, token_map: Tensor | None) -> EagleWeights | None:
-    """The weights of a loaded drafter; None if the kernel computes other drafters than it.
+    """The weights of a loaded drafter; None if the kernel does not support it.
 
-    A linear layer's weight is its product with the identity: vLLM may keep it only packed.
+    A linear layer's weight is computed as its product with the identity, because vLLM may keep only
+    a packed copy.
     """
     if type(model) is not Eagle3LlamaForCausalLM or model.model.norm.weight.device.type != "cpu":
         return None
@@ -70,7 +71,7 @@ def eagle_weights(model: Any, token_map: Tensor | None) -> EagleWeights | None:
 
 def eagle_cache(layer: Any) -> EagleCache | None:
     """The cache of its attention layer; None if the kernel does not support it."""
-    if not hasattr(layer, "isa"):  # another backend than vLLM's for CPUs
+    if not hasattr(layer, "isa"):  # not vLLM's CPU backend
         return None
     from vllm_medusa.integration.cpu_attention import kernel_truncates
 

@@ -3,7 +3,7 @@
 A drafter's layer takes features of the target, shifted by one: its entry at position p combines
 the target's hidden states there and the token at p + 1. So the entries of all accepted tokens
 can be exact: after each verification the accepted path is run through the drafter with the
-target's own hidden states, into the path's slots. Branches are scratch after them. A branch's
+target's own hidden states, into the path's slots. Branches use scratch slots after them. A branch's
 hidden states are the drafter's own; the next prefill overwrites its entries. Tokens of
 steps that do not draft are deferred and processed together (`PendingTokens`).
 
@@ -130,7 +130,7 @@ def accepted_paths(
 
 
 class EagleTrees:
-    """Mixin for classes with a drafter's module and attention groups; see `trees.Drafter`."""
+    """A `request_trees.Drafter`: mixin for classes with a drafter's module and attention groups."""
 
     vllm_config: Any
     model: Any  # vLLM's module
@@ -153,7 +153,7 @@ class EagleTrees:
         return scratch_of(self.beam)
 
     def prepare(self) -> None:
-        """Set what drafting needs of a loaded drafter."""
+        """Set the attributes that drafting needs, once the drafter is loaded."""
         offsets = getattr(self.model, "draft_id_to_target_id", None)
         if offsets is not None:
             self.target_ids = torch.arange(len(offsets), device=offsets.device) + offsets
@@ -190,7 +190,7 @@ class EagleTrees:
         min_survival: float | None = None,
         stream: Stream | None = None,
     ) -> DraftTrees:
-        """See `trees.Drafter`; runs all levels."""
+        """See `request_trees.Drafter`; runs all levels."""
         noise = None
         if stream is not None:
             ids = self.target_ids
@@ -270,9 +270,9 @@ class EagleTrees:
 class PendingTokens:
     """Tokens of plain steps, run through the drafter many at a time, like prompts.
 
-    A plain step adds one token per request. The drafter needs the entries when it drafts next, and
-    when other requests run, which may share them as a prefix or reuse their slots. The step's own
-    entries are added later.
+    A plain step adds one token per request. Its cache entries are needed only when the drafter
+    drafts next, or when other requests run, which may share them as a prefix or reuse their slots.
+    The entries of that later step are added after them.
     """
 
     def __init__(self, drafter: EagleTrees) -> None:
@@ -297,7 +297,7 @@ class PendingTokens:
         if not plain:
             return self._drafter.prefill(paths)
         self._requests = list(requests)
-        if not drafts:  # the table is owned by the runner, which changes it
+        if not drafts:  # the runner owns the table and changes it
             table = paths.common.block_table_tensor.clone()
             paths = replace(paths, common=replace(paths.common, block_table_tensor=table))
         self._steps.append(paths)
@@ -393,5 +393,5 @@ class _Branches:
 
 
 def _of_parents(values: Tensor, parents: Tensor) -> Tensor:
-    """[B, k, n] of the level above, by int64 [B, k'] -> [B, k', n]."""
+    """Gather the parents' rows: [B, k, n] of the level above, int64 [B, k'] -> [B, k', n]."""
     return values.gather(1, parents.unsqueeze(-1).expand(-1, -1, values.shape[2]))

@@ -11,7 +11,7 @@ from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.integration.overrides import override
 
 METHOD = "medusa"
-EAGLE_METHODS = ("eagle", "eagle3")  # with a "tree"; without one they are vLLM's alone
+EAGLE_METHODS = ("eagle", "eagle3")  # ours with a "tree", else vLLM's own
 _CROWDED = "Consider increasing max_num_batched_tokens"  # vLLM's error for adapters with drafts
 
 
@@ -87,9 +87,9 @@ def _create_engine_config(
 
 
 def _leave_room_for_adapters(engine_args: Any) -> None:
-    """Limit the drafts per request: vLLM's LoRA buffers limit the tokens of a step.
+    """Limit the drafts per request, because vLLM's LoRA buffers limit the tokens of a step.
 
-    vLLM has already set its defaults of the other two numbers.
+    vLLM has already set the defaults of max_num_batched_tokens and max_num_seqs.
     """
     tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
     speculative = dict(engine_args.speculative_config or {})
@@ -100,7 +100,7 @@ def _leave_room_for_adapters(engine_args: Any) -> None:
             f"With LoRA adapters, vLLM needs max_num_batched_tokens ({tokens}) to be at least "
             f"max_num_seqs ({requests}) times the nodes of a tree, root included"
             + (f" ({given + 1})" if given is not None else " (2 or more)")
-            + ". Raise the first or lower one of the others."
+            + ". Raise max_num_batched_tokens, or lower max_num_seqs or num_speculative_tokens."
         )
     engine_args.speculative_config = speculative | {"num_speculative_tokens": maximum}
 

@@ -17,7 +17,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 _NAME = "draft"  # request id in vLLM's errors
 _MAX_SPELLINGS = 4096  # max token sets whose comparison is cached
 _MAX_ALLOWED = 16  # up to this number of allowed tokens, all are drafted
-FORCED, LIKELY = 1, 3  # the only allowed token, and the most probable of a few
+FORCED, LIKELY = 1, 3  # kinds of forced drafts: the only allowed token, the likeliest of a few
 MIN_RUN_SURVIVAL = 0.4  # min survival of drafts without heads
 _CHANCE_KEPT = 1.0 - 1.0 / 512.0  # decay of observations per token
 _MIN_SURVIVAL = 0.05  # below it, only drafts of heads are checked
@@ -34,11 +34,11 @@ class Candidates:
     token_ids: list[int]
     parents: list[int]  # parent node of each, 0 for the root
     survival: list[float] = field(default_factory=list)  # of each; empty if only on the device
-    # of each, if chosen by a grammar: whether it is in the run without heads, see `forced_run`
+    # of each, if chosen by a grammar: its kind if it needs no heads, else 0; see `forced_run`
     forced: list[int] = field(default_factory=list)
 
     def first(self, num_drafts: int) -> Candidates:
-        """The best ``num_drafts`` ones."""
+        """The best ``num_drafts`` drafts."""
         return self.subset(range(1, 1 + min(num_drafts, len(self.parents))))
 
     def subset(self, kept: Sequence[int]) -> Candidates:
@@ -76,7 +76,7 @@ def choose(
     vocab_size: int,
     spelling: Spelling,
     longest: float,  # see `Spelling.chances`
-    deepest: int = 0,  # max depth of a forced run, which may exceed all others
+    deepest: int = 0,  # max depth of a forced run, which may be above ``max_depth``
 ) -> Candidates:
     """The drafts that the grammar allows, and those that it nearly forces, best first.
 
@@ -88,7 +88,7 @@ def choose(
     found = Candidates([], [])
 
     def options(node: int | None, survival: float) -> tuple[list[Option], int | None, int]:
-        """The allowed children of a node, and the token that is drafted without heads."""
+        """The allowed children of a node, the token drafted without heads, and its kind."""
         below = [] if node is None else children[node]
         known = {drafts.token_ids[child - 1]: child for child in below}
         chances = {t: given[child] / max(given[node or 0], 1e-9) for t, child in known.items()}
@@ -221,7 +221,7 @@ def fill_masks(
     token_ids: Sequence[int],
     parents: Sequence[int],
 ) -> None:
-    """Fill the rows of a request's draft nodes, which follow that of its ``root``, already filled.
+    """Fill the rows of a request's draft nodes, which follow the filled row of its ``root``.
 
     Each is the grammar's state after the node's own path. Nodes that the grammar forbids, that were
     never drafted (-1) or that are below its end get a row that allows all: no walk reaches them.
@@ -244,7 +244,7 @@ def fill_masks(
 
 
 def allows(mask: npt.NDArray[np.int32], token: int) -> bool:
-    """Whether a row of a bitmask has a token's bit."""
+    """Whether a row of a bitmask allows a token."""
     return token >= 0 and bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 

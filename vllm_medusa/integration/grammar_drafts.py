@@ -33,7 +33,7 @@ from vllm_medusa.integration.requests import GREEDY_BELOW
 
 
 class GrammarDrafts:
-    """Selects drafts by grammar; see the module."""
+    """Selects drafts by grammar; see the module docstring."""
 
     def __init__(
         self, manager: Any, vocab_size: int, max_model_len: int, depth: int, run_depth: int
@@ -80,8 +80,8 @@ class GrammarDrafts:
     ) -> tuple[Draft, list[int]]:
         """Candidates that a step scheduled ahead already verifies, and its draft tokens.
 
-        A prefix of these is valid; vLLM replaces invalid ones by -1 at the end. Masks encode what
-        the grammar allows.
+        A prefix of these is valid; vLLM replaces the invalid ones at the end with -1. Masks encode
+        what the grammar allows.
         """
         drafts, constrained = candidates.first(count), self._is_constrained(request)
         if constrained:
@@ -225,7 +225,7 @@ def _draft(request: Request, drafts: Candidates, constrained: bool) -> Draft:
 
 
 def _before(end: int | None, drafts: Candidates) -> int:
-    """Number of drafts before the first of these tokens."""
+    """Number of drafts before the first token ``end``; all drafts if there is none."""
     tokens = drafts.token_ids
     return tokens.index(end) if end is not None and end in tokens else len(tokens)
 

@@ -1,8 +1,8 @@
-"""vLLM's metrics and log for drafts, so that they have the same meaning for trees as for chains.
+"""Adapts vLLM's draft metrics and log to trees, so that they mean the same as for chains.
 
 A step accepts a path: the i-th accepted token has depth i, so the number of positions is the
-depth of the tree. vLLM has one position per draft token, which is one per node. Draft tokens remain
-the number of verified nodes, because this is their cost.
+depth of the tree; vLLM would have one per draft token, i.e. per node. Draft tokens are still the
+number of verified nodes, because that is their cost.
 
 The scheduler of dynamic trees reports statistics of its steps. vLLM sends its own statistics from
 the engine core to the front end as msgpack of declared fields, so the report replaces
@@ -45,8 +45,8 @@ class StepReport:
     requests: int = 0  # total over all steps
     nodes: int = 0  # verified in all steps
     timed: int = 0  # steps used to update step costs
-    measured_us: int = 0  # measured time of these
-    expected_us: int = 0  # expected time of these
+    measured_us: int = 0  # measured time of the timed steps
+    expected_us: int = 0  # expected time of the timed steps
     chosen: int = 0  # nodes chosen for the latest step
     copied: int = 0  # accepted draft tokens proposed only by lookup
     ratio: int = 0  # expected speed with drafts relative to plain steps, in thousandths
@@ -70,7 +70,7 @@ class StepReport:
 
     @classmethod
     def of(cls, stats: SpecDecodingStats) -> StepReport | None:
-        """Read the output of `put_into`; None if there is none."""
+        """Read what `put_into` stored; None if the statistics hold no report."""
         mark, *numbers = stats.num_draft_tokens_per_pos or [0]
         return cls(*numbers) if mark == _MARK and len(numbers) == _NUM_FIELDS else None
 
@@ -89,7 +89,7 @@ class _Metric(NamedTuple):
 
 _METRICS = (
     _Metric("requests", "step_requests", "Total requests over all steps."),
-    _Metric("nodes", "nodes", "Draft nodes verified, also of requests that have ended."),
+    _Metric("nodes", "nodes", "Draft nodes verified, including those of requests that have ended."),
     _Metric("copied", "lookup_accepted_tokens", "Accepted draft tokens proposed only by lookup."),
     _Metric("timed", "timed_steps", "Steps used to update step costs.", timed=True),
     _Metric("measured_us", "measured_ms", "Measured time of the timed steps.", 1e3, timed=True),
@@ -203,7 +203,7 @@ def _logging(
 
 
 class DepthLogging(SpecDecodingLogging):
-    """vLLM's line of the log: positions are depths, and drafted tokens are nodes."""
+    """vLLM's log line: positions are depths, and drafted tokens are nodes."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ V2_WORKER = "vllm_medusa.integration.v2.worker.MedusaWorker"
 SCHEDULER = "vllm_medusa.integration.scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "vllm_medusa.integration.scheduler.TreeAsyncScheduler"
 EITHER_SCHEDULER = "vllm_medusa.integration.scheduler.tree_scheduler"
-_SECONDS_TO_COMPARE = 1.0  # max start-up time for reading samples of the target's weights
+_SECONDS_TO_COMPARE = 1.0  # max time at start-up to read samples of the target's weights
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TreeSettings:
     budget: Literal["auto"] | int | dict[str, int] | None = None  # None: a static tree
     taus: tuple[float, ...] = ()  # tokens per step with 1, 2, .. draft nodes; empty: unknown
     lookup: bool = False  # also draft from the request's own text
-    shared_noise: bool = True  # choose drafts with the noise of the target's draws
+    shared_noise: bool = True  # choose drafts with the target's sampling noise
 
     @property
     def depth(self) -> int:
@@ -80,7 +80,7 @@ _PLAIN = TypeAdapter(TreeSettings)
 
 
 def has_trees(speculative_config: Any) -> bool:
-    """Whether vLLM's speculative config was made by `prepare`: it has trees."""
+    """Whether vLLM's speculative config was created by `prepare`, so that it has trees."""
     return hasattr(speculative_config, "medusa_acceptance")
 
 
@@ -99,8 +99,8 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     """Drafts from heads; ``num_speculative_tokens`` counts draft nodes.
 
     The method is named ``draft_model``, because V2 refuses the name ``medusa``, and because V2 and
-    the async scheduler leave drafts on the device only for the methods on a list of names; this is
-    the simplest of them. There is no draft model: no layers, no KV cache and no slots.
+    the async scheduler leave drafts on the device only for a fixed list of methods, of which this
+    is the simplest. There is no draft model: no layers, no KV cache and no slots.
     """
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ def prepare(
 
     Args:
         engine_args: vLLM's.
-        original: what is replaced.
+        original: the replaced method.
         model_config: The target's.
         parallel_config: The target's.
         make: `config_of_heads` or `eagle.config_of_eagle`.
@@ -176,10 +176,10 @@ def config_of_heads(
 ) -> tuple[TreeSettings, Any]:
     """The options for heads or lookup, and a config with one draft token per draft node.
 
-    The config is of a custom proposer; on V2, which has none, of our own class. With a budget,
-    many steps have no drafts. V2 captures full CUDA graphs for them, and for whole trees, if
-    its own draft-length schedule has both; our scheduler sets the counts. With data-parallel
-    replicas vLLM would ignore a schedule with a warning.
+    On V1 the config is for a custom proposer; on V2, which does not support these, it is of our own
+    class. With a budget, many steps have no drafts. V2 captures full CUDA graphs both for such
+    steps and for whole trees if its own draft-length schedule has both lengths; our scheduler sets
+    the counts. With data-parallel replicas vLLM would ignore a schedule with a warning.
     """
     options = resolve(MedusaConfig.from_speculative_config(merged(engine_args)), model_config)
     nodes = options.tree.num_draft_tokens
@@ -211,7 +211,7 @@ def resolve(config: MedusaConfig, model_config: Any) -> TreeSettings:
             raise
         raise HeadsError(
             f"{str(error).removesuffix('.')}. The target was searched for heads, because the "
-            'speculative config has no "model": set it, or set "lookup": true to copy without '
+            'speculative config has no "model": set it, or set "lookup": true to draft without '
             "heads."
         ) from None
     require_fit(info, model_config.get_hidden_size(), model_config.get_vocab_size())

@@ -52,8 +52,8 @@ OVERRIDES = (
     ),
     Override(
         "PrometheusStatLogger.__init__",
-        "Counts accepted tokens by depth; vLLM has one counter per draft token, so per "
-        "node of a tree; those beyond its depth are always 0.",
+        "Counts accepted tokens by depth; vLLM has one counter per draft token, i.e. per tree "
+        "node, and those beyond the tree's depth would always be 0.",
         "vLLM queries the number of positions from the drafter.",
     ),
     Override(
@@ -129,7 +129,7 @@ OVERRIDES = (
 def override(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     """Replace ``owner.name`` by ``replacement(original, ...)``; a second call changes nothing.
 
-    Static and class methods stay such. vLLM may load plugins more than once.
+    Static and class methods remain static and class methods. vLLM may load plugins more than once.
     """
     raw = vars(owner)[name]
     kind = type(raw) if isinstance(raw, staticmethod | classmethod) else None

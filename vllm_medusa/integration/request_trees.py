@@ -69,7 +69,7 @@ class Drafter(Protocol):
             num_nodes: Nodes of each tree, root included.
             max_depth: int64 [B], max useful depth per request. If above 0, the request has
                 ``scratch`` slots.
-            limit: Max useful drafts per request, from 1, also an upper bound of levels.
+            limit: Max useful drafts per request, at least 1; also an upper bound of levels.
                 None: all.
             min_survival: Deep heads run only if some draft reaches this survival. None: always.
             stream: The noise of the requests' next tokens. None: no request samples.
@@ -117,7 +117,7 @@ class RequestTrees:
     ) -> None:
         """Check the attention layers, and store those in which accepted paths are compacted.
 
-        These are not the ``drafters`` layers: a drafter handles accepted paths itself.
+        Layers in ``drafters`` are not stored: a drafter handles accepted paths itself.
         """
         check_layers(layers, kv_cache_config)
         self._layers = layers
@@ -137,7 +137,7 @@ class RequestTrees:
         input_ids: Tensor,  # integer [T], the scheduled tokens, placeholders not yet replaced
         slot_mappings: dict[int, Tensor] | None = None,  # KV group -> [T]; None: given later
     ) -> TreeStep | None:
-        """Lay out a step, without host sync. None: it has no drafts."""
+        """Lay out a step, without host sync; returns None if it has no drafts."""
         self.step = self.verdict = None
         if num_nodes.max(initial=1) > 1:
 
@@ -149,7 +149,7 @@ class RequestTrees:
         return self.step
 
     def end(self) -> Verdict | None:
-        """End the step and return its verdict. A dummy step may follow without a layout."""
+        """End the step and return its verdict; a dummy step may follow without `begin`."""
         verdict, self.step, self.verdict = self.verdict, None, None
         return verdict
 
@@ -207,10 +207,10 @@ class RequestTrees:
         return batch
 
     def useful_depth(self, slots: np.ndarray, num_tokens: Tensor, num_new: Tensor) -> Tensor:
-        """Max useful depth per request, int64 [B]; 0: none.
+        """Max useful depth per request, int64 [B]; 0: no drafts.
 
-        ``num_tokens`` (integer [B]) are its tokens so far, the last ``num_new`` of them new: none
-        in an unfinished prefill.
+        ``num_tokens`` (integer [B]) counts its tokens so far, of which the last ``num_new``
+        (integer [B]) are new; 0 in an unfinished prefill.
         """
         if self.static is not None:  # drafted whole
             return torch.full_like(num_tokens, self.static.max_depth).masked_fill(num_new == 0, 0)

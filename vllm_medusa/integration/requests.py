@@ -26,7 +26,7 @@ GREEDY_BELOW = 1e-5  # vLLM's limit below which a temperature means greedy
 
 
 def install() -> None:
-    """Validate Medusa's request options in the front end, where a bad request fails alone."""
+    """Validate Medusa's request options in the front end, so that only the bad request fails."""
     override(SamplingParams, "_validate_spec_decode", _validate)
 
 
@@ -139,7 +139,7 @@ class RequestOptions:
     def useful_depth(self, slots: np.ndarray, num_tokens: Tensor) -> Tensor:
         """Max depth of a node whose token the request can keep, int64 [B].
 
-        ``num_tokens`` (integer [B]) are its tokens so far; the last of a step needs no node.
+        ``num_tokens`` (integer [B]) counts its tokens so far; a step's last token needs no node.
         """
         return (self._copy(self._max_tokens[slots]) - num_tokens - 1).clamp_min(0)
 

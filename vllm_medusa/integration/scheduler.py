@@ -2,12 +2,12 @@
 
 The number of nodes to verify, and for which requests, is decided here, once for all ranks, when
 the drafts of a step have arrived and before the next step is scheduled. Truncated trees are
-prefixes, so a share is a count. Whether the heads run is decided one step earlier, with the
-number of draft tokens that vLLM's scheduler sends with every step.
+prefixes, so a request's share is just a number. Whether the heads run is decided one step earlier,
+with the number of draft tokens that vLLM's scheduler sends with every step.
 
-If vLLM schedules a step ahead, drafts stay on the device and can't be reduced to the best: every
-request that decodes gets the same number, fixed together with the step that drafts
-them. Their survivals arrive with the output of the step that verified them.
+If vLLM schedules a step ahead, drafts stay on the device and can't be reduced to the best ones:
+every request that decodes gets the same number, which is fixed when the step that drafts them is
+scheduled. Their survivals arrive with the output of the step that verified them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.tree.draft_trees import FROM_LOOKUP
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 
-_SAVE_SECONDS, _SAVE_IDLE_SECONDS = 60.0, 10.0  # the end of an engine is not announced
+_SAVE_SECONDS, _SAVE_IDLE_SECONDS = 60.0, 10.0  # an engine may end without notice
 _SAVE_STEPS = 50  # min new steps to write
 _REPORT_STEPS = 8  # plain steps per report
 _PREFILL_STEPS = 32  # window of the fraction of prefills
-_FORCED_EVERY = 4  # interval of searches for forced tokens while they do not pay
+_FORCED_EVERY = 4  # interval of searches for forced tokens while they do not pay off
 
 
 class TreeScheduler(Scheduler):
@@ -84,7 +84,7 @@ class TreeScheduler(Scheduler):
         # max nodes that heads drafted after the step of the last output; None: no limit
         self._limit_of_last: int | None = None
         self._prefills = 0.0  # fraction of recent steps with a prefill
-        self._requests_wait = False  # despite free rows
+        self._requests_wait = False  # some requests wait although there are free rows
         self._has_sessions = False  # some request takes more input later
         self._forced_turn = 0
 
@@ -104,7 +104,7 @@ class TreeScheduler(Scheduler):
         return Auto(cost, acceptance, self.max_drafts, top_limit, even=self.ahead)
 
     def add_request(self, request: Request) -> None:
-        """Add a request, or more input of one; its accepted drafts are counted by depth."""
+        """Add a request, or more input for one; its accepted drafts are counted by depth."""
         self._has_sessions |= request.resumable
         super().add_request(request)
         own = request_config(request.sampling_params, self.options.acceptance).max_draft_tokens
@@ -226,7 +226,7 @@ class TreeScheduler(Scheduler):
         return super().make_stats(spec_decoding_stats, *args, **kwargs)
 
     def _report_can_wait(self) -> bool:
-        """Whether the report is only a few plain steps, and a step follows."""
+        """Whether the report has only a few plain steps, and another step follows."""
         report = self._report
         other = report.tree or report.prefill or report.heads or report.chosen
         return not other and 0 < report.plain < _REPORT_STEPS and bool(self.running)
@@ -237,7 +237,7 @@ class TreeScheduler(Scheduler):
         super().shutdown()
 
     def save_costs(self, min_seconds: float) -> None:
-        """Write step costs, if the last write was that long ago."""
+        """Write step costs, if the last write was at least ``min_seconds`` ago."""
         if isinstance(self.policy, Auto):
             problem = self.costs.save(self.policy.cost, _SAVE_STEPS, min_seconds)
             if problem:
@@ -320,7 +320,7 @@ class TreeScheduler(Scheduler):
         return found
 
     def _forced_for(self, message: DraftTokenIds, candidates: Any) -> Iterable[str]:
-        """Requests to search for forced tokens: if no head ran, and the search is likely to pay.
+        """Requests to search for forced tokens: if no head ran, and they are likely to pay off.
 
         Otherwise one request is searched occasionally, to update the estimate.
         """
@@ -350,7 +350,7 @@ class TreeScheduler(Scheduler):
             if left <= 0:
                 return 0
         if has_prefill and isinstance(self.policy, Auto):
-            return 0  # rows are then compute-bound, which drafts rarely repay
+            return 0  # the step is then compute-bound, where drafts rarely pay off
         if self.options.max_rows is not None:
             left = min(left, self.options.max_rows - len(self.running))
         return max(0, min(left, self._free_slots()))
@@ -406,7 +406,7 @@ class TreeScheduler(Scheduler):
 
 
 class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
-    """The same if vLLM schedules a step ahead."""
+    """`TreeScheduler` for async scheduling: vLLM schedules a step ahead."""
 
     ahead = True
 

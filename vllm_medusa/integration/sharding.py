@@ -1,8 +1,8 @@
 """Drafting on tensor-parallel ranks: each scores its shard of the vocabulary.
 
-All ranks must draft identically. Complete LM heads would be read by every rank; gathering
-logits would copy rows of the whole vocabulary. So each rank ranks its own ids, and only the best
-candidates are exchanged (`vllm_medusa.proposer.sharded`).
+All ranks must draft identically. With complete LM heads, every rank would read all of them;
+gathering logits would copy rows of the whole vocabulary. So each rank selects the best candidates
+among its own ids, and only these are exchanged (`vllm_medusa.proposer.sharded`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.distributed import get_tp_group
 
 from vllm_medusa.proposer.sharded import VocabShard
 
-FEWEST_IDS = 64  # smaller shards do not repay the exchange
+FEWEST_IDS = 64  # for smaller shards the exchange does not pay off
 
 
 def num_ranks() -> int:
@@ -47,5 +47,5 @@ def shard_of_target(target: Any, hidden_states: Tensor, num_ids: int) -> VocabSh
 
 def all_gather(keys: Tensor) -> Tensor:
     """int64 [...] of this rank -> [R, ...] of all ranks, equal on all ranks."""
-    floats = keys.unsqueeze(0).view(torch.float32)  # vLLM's shared memory only copies floats
+    floats = keys.unsqueeze(0).view(torch.float32)  # vLLM's shared memory only supports floats
     return get_tp_group().all_gather(floats, 0).view(torch.int64)

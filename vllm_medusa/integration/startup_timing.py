@@ -1,9 +1,9 @@
 """Measure step times at start-up: dummy requests run through our scheduler and the runner.
 
 So the cost of drafts is known before the first request. The duration is limited: results are
-stored for `TreeScheduler`, and later engines of the same kind only measure changes. A table
-measured under other load overestimates the cost of drafts, and while drafting is off this
-is corrected only slowly.
+stored for `TreeScheduler`, and later engines of the same kind only update them, in less time. Costs
+measured under other load overestimate the cost of drafts, and while drafting is off this is
+corrected only slowly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_medusa.integration.options import TreeSettings
 from vllm_medusa.integration.scheduler import TreeScheduler
 
 SECONDS = 10.0  # no step starts later; the slow first step is not counted
-AGAIN = 0.3  # fraction of it if costs are known from an earlier start
+AGAIN = 0.3  # fraction of SECONDS if costs are known from an earlier start
 _PROMPT = (0, 1)
 _WARM_UP = (0, 4)  # the first steps of a kind are slow and are discarded
 # Requests, and their draft nodes in consecutive steps, coarse first. The first step is discarded,
@@ -120,7 +120,7 @@ def measure_step_costs(worker: Any) -> None:
     if not cost.steps or get_tp_group().rank_in_group:
         return
     compat.logger.info(
-        "Medusa timed %d steps in %.1f s: one row takes %.1f ms, eight of a request %.1f ms.",
+        "Medusa timed %d steps in %.1f s: one row takes %.1f ms, eight of one request %.1f ms.",
         cost.steps - known_steps,
         time.perf_counter() - begun,
         cost.ms(1, 1, 0.0),

@@ -63,7 +63,7 @@ def adapters_left_out(heads: list[LogitsProcessorWithLoRA]) -> Iterator[None]:
 
 
 def name_rows(heads: list[LogitsProcessorWithLoRA], logits_indices: Tensor) -> None:
-    """Set the LM heads' rows of the step: those at ``logits_indices``.
+    """Set the adapter of each row of the LM heads in this step: the rows at ``logits_indices``.
 
     vLLM's V2 runner sets one row per request, but a tree has more.
     """

@@ -1,4 +1,4 @@
-"""KV compaction: slot moves of accepted nodes, and their copy. Independent of tokens."""
+"""KV compaction: which slots of accepted nodes move, and the copy. Independent of tokens."""
 
 from vllm_medusa.kv.compaction import accepted_moves, copy_slots
 from vllm_medusa.kv.layers import LayerCaches, compact_layers

@@ -29,7 +29,7 @@ template <class T> void move_token(const PackedCaches& all, T* cache, int64_t fr
     }
 }
 
-// The node of depth d has index d or more, so what is written was read before.
+// The node of depth d has index d or more, so each slot is read before it is overwritten.
 template <class T> void compact(const PackedCaches& all, const Moves& moves) {
 #pragma omp parallel for if (all.layers > 1)
   for (int64_t layer = 0; layer < all.layers; layer++)

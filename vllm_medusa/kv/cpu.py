@@ -47,7 +47,7 @@ class _Moves(Structure):
 
 
 class PackedCaches:
-    """The caches of a KV group's layers; one that several layers share is moved once."""
+    """The caches of a KV group's layers; a cache shared by several layers is compacted once."""
 
     def __init__(self, caches: Iterable[tuple[Tensor, TokenLayout]]) -> None:
         groups: dict[tuple[TokenLayout, int], dict[int, Tensor]] = {}

@@ -4,7 +4,7 @@
 A program moves a chunk of the slot, for one request and one layer, along the whole accepted path,
 depth by depth upwards. Nothing is overwritten before it is read: parents come before children, so
 the accepted node of depth d has index d or more, and distinct nodes have distinct slots. The slot
-written at depth d is node d's; a later depth e > d reads from a node e or higher, never from it.
+written at depth d is node d's; a later depth e > d reads from node e or higher, never from node d.
 Programs touch disjoint memory, so only the order of depths within each program
 matters; a barrier makes its threads follow it. (`copy_slots` reads everything first and needs
 no order.)

@@ -107,7 +107,7 @@ def compact_layers(
 def compact_layers_torch(
     layers: LayerCaches, slots: Tensor, path_nodes: Tensor, num_accepted: Tensor
 ) -> None:
-    """`compact_layers` by torch alone."""
+    """`compact_layers` in plain torch."""
     src, dst = accepted_moves(slots, path_nodes, num_accepted)
     for cache in layers.caches:
         copy_slots(cache, src, dst, layers.slot_dims)

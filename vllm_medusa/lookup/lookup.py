@@ -32,7 +32,7 @@ class Lookup:
     """Finds continuations and estimates their accuracy.
 
     The state of a request is stored in its slot. There is no host sync. Arguments and state are
-    tensors on a device and numpy arrays on the host, with the same code.
+    tensors on a device, or numpy arrays on the host; the code is the same.
     """
 
     def __init__(

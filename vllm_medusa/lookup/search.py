@@ -31,7 +31,7 @@ from vllm_medusa.tree.draft_trees import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 MAX_MATCH = 32  # max tokens to compare
 MIN_MATCH = 2  # min tokens that must match
-_PLACES = 2048  # max latest positions to compare further
+_PLACES = 2048  # max number of latest positions to compare further
 
 Array = Any  # a numpy array on the host, a tensor on a device
 
@@ -44,7 +44,8 @@ def continuations(
 ) -> tuple[Array, Array]:
     """Number of last tokens that match an earlier position, and the ``count`` tokens after it.
 
-    int64 [B] and [B, count]; they repeat at the end of the text. Arbitrary tokens without a match.
+    int64 [B] and [B, count]; past the end of the text, the tokens repeat. Without a match, they are
+    arbitrary.
     """
     if isinstance(texts, Tensor):
         from vllm_medusa.lookup import kernel
@@ -67,7 +68,7 @@ def continuations_numpy(
 
 
 def longest_match(tokens: np.ndarray) -> tuple[int, int]:
-    """Length of the best match of the end of ``tokens`` [n >= 1], and where it is continued.
+    """Length of the best match of the end of ``tokens`` [n >= 1], and the position after it.
 
     (0, 0): no match. One pass over the text for each of the `MIN_MATCH` last tokens, then only over
     candidates.
@@ -84,7 +85,7 @@ def longest_match(tokens: np.ndarray) -> tuple[int, int]:
     ending = tokens[last - steps]
     latest = int(places[-1])
     if latest + 1 >= MAX_MATCH and (tokens[latest - steps] == ending).all():
-        return MAX_MATCH, latest + 1  # typical of loops, with many positions
+        return MAX_MATCH, latest + 1  # typical of loops, which have many matching positions
     before = places[:, None] - steps  # [places, MAX_MATCH]
     same = (tokens[before.clip(0)] == ending) & (before >= 0)
     lengths = np.logical_and.accumulate(same, axis=1).sum(1)

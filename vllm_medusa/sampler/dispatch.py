@@ -18,7 +18,7 @@ from vllm_medusa.tree.batch import TreeBatch
 def target_verdict(tree: TreeBatch, token_ids: Tensor, target_ids: Tensor) -> Verdict:
     """Keep every draft that is the target's own token at its parent; both int64 [B, N].
 
-    With the argmax at each node it is greedy acceptance, with sampled tokens the lossless one.
+    With the argmax at each node this is greedy acceptance, with sampled tokens lossless acceptance.
     """
     if not uses_kernel(token_ids.device.type):
         return greedy_verdict(tree, token_ids, target_ids)

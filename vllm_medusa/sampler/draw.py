@@ -20,8 +20,8 @@ def truncate_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tenso
     """Mask by top-k, then top-p, with -inf: fp32 [R, V], after the temperature.
 
     ``top_k`` <= 0 or >= V, and ``top_p`` >= 1, mask nothing. Values tied with the
-    k-th largest are kept. Top-p keeps the smallest set of tokens, of the renormalized top k, that
-    exceeds it, and at least one.
+    k-th largest are kept. Top-p keeps the smallest set of tokens, of the renormalized top k, whose
+    probability exceeds it, and at least one.
     """
     if 0 < top_k < logits.shape[-1]:
         smallest = logits.topk(top_k).values[..., -1:]

@@ -1,4 +1,4 @@
-// Greedy verification: down each request's tree while the argmax is a child's token.
+// Greedy verification: descends each request's tree while the argmax is a child's token.
 // `sampler/greedy.py` calls it.
 
 namespace {

@@ -86,7 +86,7 @@ def accept(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The deepest node whose ancestors are all accepted, the best if several, and its path."""
+    """The deepest node with only accepted ancestors (of several, the best score), and its path."""
     request = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_N)
     exists = index < tl.load(num_nodes_ptr + request).to(tl.int32)
@@ -105,7 +105,7 @@ def accept(
     best = reached_depth == deepest
     score = tl.load(score_ptr + request * score_b + index, mask=exists, other=0.0)
     score = tl.where(best & (score == score), score, float("-inf"))  # NaN is lowest
-    score = tl.where(score == float("inf"), _LARGEST, score)  # as nan_to_num has it
+    score = tl.where(score == float("inf"), _LARGEST, score)  # as nan_to_num does
     best = best & (score == tl.max(score, 0))
     last = tl.min(tl.where(best, index, BLOCK_N), 0)
 

@@ -4,8 +4,8 @@ Comparisons and counts are bitwise equal to the torch functions of the same name
 `typical_path` also does arithmetic, which agrees up to rounding. No program waits for another and
 no sum is atomic, so the same logits give the same verdict on every rank and in every batch.
 
-Tensors are strided in all dimensions but the last. This module imports Triton, so import it late,
-if there is a device to run it.
+Tensors may be strided in all dimensions but the last. This module imports Triton, so import it
+late, and only if there is a device to run it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def typical_path(
     tree: TreeBatch,
     token_ids: Tensor,  # int64 [B, N], negative: no draft
     logits: Tensor,  # fp32, fp16 or bf16 [R, V], after temperature and truncation (-inf)
-    row_of_node: Tensor,  # int64 [B, N], each node's row of logits; unread without a node
+    row_of_node: Tensor,  # int64 [B, N], each node's row of logits; not read for padding
     epsilon: Tensor,  # fp32 [B]
     delta: Tensor,  # fp32 [B]
 ) -> Path:

@@ -58,7 +58,7 @@ def lay_out(tree: TreeBatch, by_path: Tensor, first: Tensor, num_rows: int) -> R
 
     """
     levels, nodes = height(tree), torch.arange(tree.max_nodes, device=first.device)
-    # The ancestor of each node at each level; others go to an extra column, removed below.
+    # The ancestor of each node at each level; non-ancestors go to an extra column, removed below.
     level = torch.where(tree.ancestors, tree.depths.unsqueeze(1), levels).clamp_max(levels)
     paths = nodes[:, None].expand(tree.batch_size, -1, levels + 1)
     paths = paths.scatter(2, level, nodes.expand_as(level))[..., :levels]  # [B, N, H]

@@ -89,7 +89,7 @@ def _plan(
     if layout.head_size % 16 or layout.block_size % 16:
         raise ValueError(
             f"head size {layout.head_size} and block size {layout.block_size} must be multiples of "
-            "16; set --block-size to one"
+            "16; set --block-size to a multiple of 16"
         )
     numbers = torch.stack([t.to(torch.int64) for t in (starts, rows, own, base)])
     seen, blocks = _inner(seen), _inner(block_table)

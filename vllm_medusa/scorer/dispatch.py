@@ -25,8 +25,8 @@ def paged_tree_attention(
 ) -> Tensor:
     """Attend every row to its visible keys; keys and values are in the cache.
 
-    On a GPU, or with Triton's interpreter, this is the kernel: it allocates nothing and never waits
-    for the device. Otherwise it is `paged_torch`, for tests.
+    On a GPU, or with Triton's interpreter, this launches the kernel: it allocates nothing and never
+    waits for the device. Otherwise it runs `paged_torch`, for tests.
 
     Args:
         query: fp16, bf16 or fp32, rows and heads may be strided, channels must be contiguous.
@@ -39,8 +39,8 @@ def paged_tree_attention(
         softcap: Logits become softcap * tanh(logits / softcap); 0 for none.
         window: Position p attends to positions > p - window; None for all.
         sinks: An additional logit per head, without a value.
-        k_scale: Divisor of fp8 keys; None for 1.
-        v_scale: Divisor of fp8 values; None for 1.
+        k_scale: Factor that dequantizes fp8 keys; None for 1.
+        v_scale: Factor that dequantizes fp8 values; None for 1.
 
     Returns:
         ``out``.

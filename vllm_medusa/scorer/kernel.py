@@ -16,20 +16,20 @@ window, then those of its own rows, counted from row 0. So own tiles never strad
 
 A request's first own rows may have no queries (``rows_before``): they are in the cache already.
 
-Without tree or window (prefill), the rows before those of a program are context too,
+Without tree or window (prefill), the rows before those of a program count as context too, rounded
 down to a whole tile: own tiles then start close to the program's first row, and few are masked.
 
 Parts are whole tiles, evenly distributed over the grid's last axis; a short request leaves some
 empty, with an LSE of -inf. Each part's normalized output and LSE go to the workspace and `merge`
-weighs them; a single part writes the output directly. The grid depends only on shapes and upper
-bounds alone. Softmax runs in base 2, the LSE of parts are natural.
+combines them by weight; a single part writes the output directly. The grid depends only on shapes
+and upper bounds. The softmax runs in base 2; the LSEs of parts are natural logarithms.
 
-Instead of searching for a program's request: request b owns the tiles from
-``cu_query_lens[b] * group // BLOCK_M + b`` on, which is always enough. If all
-requests have about the same length, a fixed number of tiles each is cheaper.
+To find a program's request without a search, request b owns the tiles from
+``cu_query_lens[b] * group // BLOCK_M + b`` on, which is always enough. If all requests have about
+the same length, a fixed number of tiles for each is cheaper.
 
 Values that change from step to step are not constants of the kernel and not specialized (for 1 or
-multiples of 16), because a server must not stop to recompile.
+multiples of 16), because recompilation would stall a server.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def attend(
     HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr,
-    INTERPRETED: tl.constexpr,  # the interpreter multiplies bf16 wrongly
+    INTERPRETED: tl.constexpr,  # the interpreter multiplies bf16 incorrectly
 ):
     """BLOCK_M folded rows of one request and key head over one part of the keys."""
     pid = tl.program_id(0)

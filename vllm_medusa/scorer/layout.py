@@ -12,8 +12,8 @@ sum, ``token_offset[t] + channel_offset[d]``. With bs tokens per block and D cha
 
 so ``vec`` keys are transposed, [D, bs], and ``vec`` values are token-major, [bs, D], for every
 dtype; ``amx`` pairs adjacent channels (keys) or tokens (values) of bfloat16, as required by its
-tile loads. Found by writing numbered tokens with ``cpu_attn_reshape_and_cache`` of vLLM 0.32.0;
-tests/integration/test_cpu_layout.py repeats this.
+tile loads. Determined by writing numbered tokens with ``cpu_attn_reshape_and_cache`` of vLLM
+0.32.0; tests/integration/test_cpu_layout.py repeats this.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CacheLayout:
     def of(cls, kv_cache: Tensor, isa: str) -> CacheLayout:
         """Read the layout of ``kv_cache`` [num_blocks, num_kv_heads, block_size, 2 * head_size].
 
-        Blocks may be apart, but each block must be contiguous.
+        Blocks need not be adjacent, but each block must be contiguous.
         """
         if kv_cache.dim() != 4 or kv_cache.shape[3] % 2:
             raise ValueError(

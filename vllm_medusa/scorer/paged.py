@@ -8,13 +8,13 @@ the request. Position and visible rows of row i:
     tree       base + depths[b, i]       j <= i, and bit j of ancestor_bits[b, i] is set
     other      base + i                  j <= i
 
-All of the context is visible too. A sliding window w hides every key whose *position* is not above
+All of the context is visible too. A sliding window w hides every key whose *position* is at most
 that of the query minus w; siblings share a position. A tree request may have fewer rows than
 nodes: nodes are parents first, so a prefix is still a tree. Requests without rows are padding
 and are skipped, and so are query rows after ``cu_query_lens[-1]``. With ``rows_before`` every
 request has that many additional rows at the start, whose keys were written by earlier calls and
 which have no queries: ``base`` is smaller by it, and the queries are the later rows. A row that
-sees nothing (only in dummy batches, with seq_len < n) becomes zero.
+sees nothing (only in dummy batches, with seq_len < n) gives zeros.
 
 Slots that no row sees are never read: they may hold NaN, and block table entries after the last
 used block, or before the window, may hold anything.
@@ -41,8 +41,8 @@ MAX_HEAD_SIZE = 256
 class SplitWorkspace:
     """Memory for partial results: for every row, head and part one normalized output and its LSE.
 
-    Made once and reused by every layer and step. The LSE are
-    natural logarithms of the sum of exp(logit), without sinks.
+    Allocated once and reused by every layer and step. The LSEs are natural logarithms of the sum of
+    exp(logit), without sinks.
     """
 
     values: Tensor  # fp32 [capacity * head_size]
@@ -65,8 +65,8 @@ class SplitWorkspace:
 class PagedBatch:
     """The requests of one step, shared by all layers; every tensor is on the device.
 
-    Only shapes and the two numbers are known on the host. For a static tree ``ancestor_bits`` and
-    ``depths`` are expanded views (stride 0 over requests).
+    Only shapes and the integer fields are known on the host. For a static tree ``ancestor_bits``
+    and ``depths`` are expanded views (stride 0 over requests).
     """
 
     cu_query_lens: Tensor  # int32 [B + 1]
@@ -75,7 +75,7 @@ class PagedBatch:
     is_tree: Tensor  # bool [B]
     ancestor_bits: Tensor  # int64 [B, N, W]
     depths: Tensor  # integer [B, N]
-    max_query_len: int  # upper bound of queries per request; others are not written
+    max_query_len: int  # upper bound of queries per request; those above it are not written
     num_splits: int = 1  # from `tiles.num_splits`; more than 1 needs the workspace
     workspace: SplitWorkspace | None = None
     rows_before: int = 0  # leading own rows of each request without queries
@@ -101,7 +101,7 @@ class TreeBuffers:
     def allocate(
         cls, requests: int, nodes: int, device: torch.device | str, *, is_tree: bool
     ) -> TreeBuffers:
-        """For at most ``requests`` requests of ``nodes`` nodes."""
+        """For at most ``requests`` requests with ``nodes`` nodes each."""
         with torch.inference_mode(False):  # otherwise writable only in inference mode
             return cls(
                 torch.zeros(requests, nodes, num_words(nodes), dtype=torch.int64, device=device),

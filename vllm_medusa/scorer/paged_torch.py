@@ -66,7 +66,7 @@ def _own_rows(batch: PagedBatch, b: int, n: int) -> tuple[Tensor, Tensor]:
 
 def _tokens(cache: Tensor, blocks: Tensor, offsets: Tensor, factor: Tensor | None) -> Tensor:
     """fp64 [L, Hkv, D], dequantized."""
-    if cache.dtype in FP8_DTYPES:  # indexing is not supported everywhere
+    if cache.dtype in FP8_DTYPES:  # not every device supports indexing of fp8
         tokens = cache.view(torch.uint8)[blocks, offsets].view(cache.dtype).double()
     else:
         tokens = cache[blocks, offsets].double()

@@ -15,7 +15,7 @@ def attention_reference(
     softcap: float = 0.0,
     sinks: Tensor | None = None,  # [Hq]
 ) -> Tensor:
-    """Attend the rows of one request to their visible keys; others may be NaN.
+    """Attend the rows of one request to their visible keys; keys that no row sees may be NaN.
 
     Returns fp64 [n, Hq, D], 0 for a row that sees nothing.
     """

@@ -34,7 +34,7 @@ class TreeStep:
     cu_nodes: Tensor  # int64 [B + 1] first logits row of each request
     rows: Tensor  # int64 [sum of num_nodes] token row of every logits row
     row_of_node: Tensor  # int64 [B, N] logits row of each node; padding repeats the last node
-    token_ids: Tensor  # int64 [B, N]; the root's is its own, a placeholder draft is -1
+    token_ids: Tensor  # int64 [B, N], root included; -1: a placeholder, not a draft
     slot_mappings: dict[int, Tensor] = field(default_factory=dict)  # KV group -> [T]
 
     @classmethod

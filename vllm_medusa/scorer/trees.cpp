@@ -23,7 +23,7 @@ extern "C" int64_t tree_topologies(const int64_t* parents, const int64_t* num_no
   return deepest;
 }
 
-// A node's position is its request's base plus its depth; its nodes stand from first_row on.
+// A node's position is its request's base plus its depth; a request's nodes start at first_row.
 extern "C" void tree_positions(int64_t* positions, const int64_t* base, const int64_t* first_row,
                                const int64_t* num_nodes, int64_t batch, int64_t width,
                                const int64_t* depths) {

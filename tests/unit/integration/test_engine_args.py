@@ -225,7 +225,7 @@ def test_adapters_limit_the_drafts_of_a_request(config, heads):
     few = {"enable_lora": True, "max_num_seqs": 16, "max_num_batched_tokens": 128}
     keys = {"method": "medusa", "model": heads}
     assert config(keys, **few).speculative_config.num_speculative_tokens == 7
-    with pytest.raises(ValueError, match=r"\(128\).*\(16\).*\(31\).*Raise the first or lower"):
+    with pytest.raises(ValueError, match=r"\(128\).*\(16\).*\(31\).*Raise max_num_batched_tokens"):
         config(keys | {"num_speculative_tokens": 30}, **few)
     fewest = config(keys, **few | {"max_num_seqs": 64})
     assert fewest.speculative_config.num_speculative_tokens == 1

@@ -93,7 +93,7 @@ def test_a_file_of_unknown_origin_is_left_unchanged(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text('{"index": 0}\n')
     path.with_name("out.jsonl.run").mkdir()
-    for settings, words in ((None, "not written by this command"), ("{}", "of other settings")):
+    for settings, words in ((None, "not written by this command"), ("{}", "for other settings")):
         if settings is not None:
             (path.with_name("out.jsonl.run") / "run.json").write_text(settings)
         with pytest.raises(FileRefused, match=words):

@@ -19,7 +19,7 @@ from vllm_medusa.scorer.step import TreeStep
 
 
 class EagleTreeDrafter(EagleTrees, EagleProposer):
-    """vLLM's proposer for its module, weights and cache groups; drafting is ours."""
+    """vLLM's proposer provides module, weights and cache groups; `EagleTrees` drafts."""
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)

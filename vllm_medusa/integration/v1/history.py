@@ -62,8 +62,8 @@ class MinTokensAt:
     """`min_tokens` at given nodes: stop tokens are masked until the minimum is reached.
 
     vLLM's own processor counts output tokens only between steps, so it would continue masking
-    below the node where the request reaches its minimum. Like it, this does not mask stop tokens
-    of a request whose grammar allows nothing else.
+    below the node where the request reaches its minimum. Like vLLM's, this one does not mask stop
+    tokens of a request whose grammar allows nothing else.
     """
 
     def __init__(self, rules: dict[int, Any], rows: list[tuple[int, int]]):

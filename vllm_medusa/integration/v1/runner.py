@@ -55,7 +55,7 @@ class MedusaModelRunner(CPUModelRunner):
         self._shares_noise = self._options.shared_noise and draws_splitmix(self.sampler)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the target without heads in its checkpoint, then the heads (vLLM does both)."""
+        """Load the target, skipping heads in its checkpoint, then the heads (vLLM does both)."""
         with heads_left_out():
             super().load_model(*args, **kwargs)
         self.trees = RequestTrees(self.vllm_config, self.drafter, self.device, on_host=True)
@@ -96,7 +96,7 @@ class MedusaModelRunner(CPUModelRunner):
         if not scheduler_output.scheduled_spec_decode_tokens:
             self.trees.end()
             config, self.speculative_config = self.speculative_config, None
-            try:  # a step without drafts is prepared as plain vLLM's
+            try:  # a step without drafts is prepared as in plain vLLM
                 return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
             finally:
                 self.speculative_config = config
@@ -140,7 +140,7 @@ class MedusaModelRunner(CPUModelRunner):
         trees, metadata = self.trees, self.input_batch.sampling_metadata
         assert logits is not None
         if self.enable_prompt_embeds and metadata.prompt_token_ids is not None:
-            # embedding rows may have another request's stale placeholders (-1) of drafts
+            # rows of prompt embeddings may hold another request's stale draft placeholders (-1)
             metadata.prompt_token_ids.clamp_(min=0)
         rule = None if trees.step is None else trees.requests.typical(self._slots_of_batch())
         trees.verdict, output = self._verifier(
@@ -197,14 +197,14 @@ class MedusaModelRunner(CPUModelRunner):
         return self._drafts.draft_token_ids
 
     def _stream(self, slots: np.ndarray, depth: np.ndarray, limit: int) -> Seeds | None:
-        """The noise of the next tokens of requests that draw them; None: there are none.
+        """The noise of the next tokens of sampling requests; None: there are none.
 
-        Such requests have a generator of their own from then on, seeded by vLLM's.
+        From then on such a request has its own generator, seeded from the default one.
         """
         if not self._shares_noise or self._options.heads is None or limit < 1:
             return None
-        heat = self.trees.requests.draw_temperature(slots)
-        rows = np.flatnonzero((heat > 0) & (depth > 0)).tolist()
+        temperature = self.trees.requests.draw_temperature(slots)
+        rows = np.flatnonzero((temperature > 0) & (depth > 0)).tolist()
         if not rows:
             return None
         batch = self.input_batch
@@ -216,7 +216,7 @@ class MedusaModelRunner(CPUModelRunner):
                 self.requests[batch.req_ids[row]].generator = generator
                 batch.generators[row] = generator
             seeds[row] = next_seeds(batch.generators[row], seeds.shape[1])
-        return Seeds(seeds, torch.from_numpy(heat))
+        return Seeds(seeds, torch.from_numpy(temperature))
 
     def _draft(
         self,
@@ -235,8 +235,8 @@ class MedusaModelRunner(CPUModelRunner):
             return DraftTrees.roots(len(root), 1, root.device)
         maximum = CANDIDATES * limit if structured.any() else limit
         # With a grammar, tokens are likelier than estimated; a fixed budget uses all its nodes.
-        rest = not structured.any() and not isinstance(self._options.budget, int)
-        width, min_survival = min(maximum + 1, MAX_NODES), MIN_SURVIVAL if rest else None
+        may_skip_heads = not structured.any() and not isinstance(self._options.budget, int)
+        width, min_survival = min(maximum + 1, MAX_NODES), MIN_SURVIVAL if may_skip_heads else None
         drafts = self.drafter.draft(states, root, width, depth, maximum, min_survival, stream)
         limits = torch.where(torch.from_numpy(structured), maximum, limit)
         return drafts.limited(limits.masked_fill(depth == 0, 0))
@@ -250,7 +250,7 @@ class MedusaModelRunner(CPUModelRunner):
         sample_hidden_states: Tensor,
         *states: Any,
     ) -> Any:
-        """The drafter's input, see `trees.Drafter`: hidden states [B, H]."""
+        """The drafter's input, see `request_trees.Drafter`: hidden states [B, H]."""
         if step is None or verdict is None:
             return sample_hidden_states
         return sample_hidden_states[step.cu_nodes[:-1] + verdict.path.last_node]

@@ -28,7 +28,7 @@ from vllm_medusa.tree.batch import TreeBatch
 
 
 class GuidedSampler(Sampler):
-    """vLLM's sampler, but some requests' tokens may be given; their logprobs are then of these."""
+    """vLLM's sampler, but some requests' tokens may be given; logprobs are then for these."""
 
     tokens: Tensor | None = None  # int64 [B], `NO_TOKEN`: sampled
 
@@ -50,8 +50,8 @@ def typical_paths(
     """Choose the paths of the typical requests, with their rows processed as in plain decoding.
 
     Returns:
-        tokens: int64 [B, D + 1], to emit; `NO_TOKEN`: sample this one (of typical requests, only
-            the last without ``greedy_root``; of others, all).
+        tokens: int64 [B, D + 1], to emit; `NO_TOKEN`: sample this one (for typical requests only
+            the last one, unless ``greedy_root``; for other requests all).
         drafts: int64 [B, N], those that the walk may accept; `NO_TOKEN`: not on the path of a
             typical request.
 
@@ -128,7 +128,7 @@ def _process(
             [*metadata.output_token_ids[request], *history]
             for request, history in zip(owners, _histories(tree, token_ids), strict=True)
         ]
-    mine = replace(metadata, **changes)
-    logits = sampler.apply_logits_processors(logits.to(torch.float32, copy=True), mine, False)
-    logits = sampler.apply_temperature(logits, mine.temperature, mine.all_random)
-    return apply_top_k_top_p(logits, mine.top_k, mine.top_p)
+    per_row = replace(metadata, **changes)
+    logits = sampler.apply_logits_processors(logits.to(torch.float32, copy=True), per_row, False)
+    logits = sampler.apply_temperature(logits, per_row.temperature, per_row.all_random)
+    return apply_top_k_top_p(logits, per_row.top_k, per_row.top_p)

@@ -76,7 +76,7 @@ def verify(
 
 
 def draws_splitmix(sampler: GuidedSampler) -> bool:
-    """Whether it draws with noise hashed from one seed per token, as vLLM does on x86 and ARM."""
+    """Whether the noise is hashed from one seed per token, as vLLM does on x86 and ARM."""
     own = sampler.topk_topp_sampler
     return own.forward == own.forward_cpu and not own.use_fp64_gumbel
 

@@ -22,8 +22,8 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
         install_moves()
         install_attention()
         stock = cpu_worker.CPUModelRunner
-        grows = is_eagle(self.vllm_config.speculative_config)
-        cpu_worker.CPUModelRunner = EagleModelRunner if grows else MedusaModelRunner
+        uses_eagle = is_eagle(self.vllm_config.speculative_config)
+        cpu_worker.CPUModelRunner = EagleModelRunner if uses_eagle else MedusaModelRunner
         try:
             super().init_device()
         finally:

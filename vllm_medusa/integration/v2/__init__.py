@@ -1,7 +1,7 @@
 """Adapter for vLLM's V2 model runner, which is used unmodified: none of its methods is overridden.
 
-V2 is built from replaceable parts. This table lists what replaces each of them here, and the
-assumption of vLLM's own part, a *chain* of drafts, that it replaces:
+V2 is built from replaceable parts. For each of them, this table lists what replaces it here, and
+what changes because drafts are a tree instead of a *chain*:
 
     part of vLLM                      replaced by                 chain -> tree
     --------------------------------  --------------------------  ---------------------------------

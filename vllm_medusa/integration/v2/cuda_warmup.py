@@ -44,7 +44,7 @@ def warm_up(runner: Any) -> None:
 
 
 def warm_up_rules(trees: TreesOf, nodes: int, logits: Tensor) -> None:
-    """Both rules, for whole trees of one request and for steps in which all trees are truncated.
+    """Compile both acceptance rules, for one whole tree and for steps of truncated trees only.
 
     ``logits`` [2, V] are the target's. If they need no processing (temperature 1), the
     rules get them unchanged, in their dtype and with padding after each row; otherwise vLLM's

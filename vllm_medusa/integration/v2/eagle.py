@@ -29,7 +29,7 @@ from vllm_medusa.sampler import Verdict
 class EagleTreeDrafter(EagleTrees):
     """vLLM's module with its weights; the cache groups are set by `bind`."""
 
-    groups: list[Any] = []  # noqa: RUF012  # till there is a cache
+    groups: list[Any] = []  # noqa: RUF012  # until there is a cache
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
@@ -66,7 +66,7 @@ class EagleTreeSpeculator(TreeSpeculator):
         """Find the drafter's layers in vLLM's KV cache groups.
 
         Raises:
-            MedusaConfigError: They are in more than one.
+            MedusaConfigError: They are not in exactly one group.
 
         """
         DraftModelSpeculator.set_attn(self, *args)
@@ -101,10 +101,10 @@ class EagleTreeSpeculator(TreeSpeculator):
         dummy_run: bool,
     ) -> Roots | None:
         """Process accepted tokens; those of plain steps are deferred to steps that draft."""
-        shown = [last_hidden_states]
+        features = [last_hidden_states]
         if self.method == "eagle3":
             assert aux_hidden_states is not None
-            shown = aux_hidden_states
+            features = aux_hidden_states
         count, device = batch.num_reqs, self.device
         table = torch.zeros(count, 1, dtype=torch.int32, device=device)
         if self.drafter.groups:
@@ -120,7 +120,7 @@ class EagleTreeSpeculator(TreeSpeculator):
             batch.seq_lens[:count].to(torch.int64) - batch.query_start_loc[: count + 1].diff(),
             batch.input_ids,
             next_tokens,
-            shown,
+            features,
             table,
             int(batch.seq_lens_cpu_upper_bound.numpy()[:count].max()),
         )

@@ -30,12 +30,13 @@ class HashedNoise:
 def persistent_draws(sampler: Sampler, requests: RequestOptions, slots: np.ndarray) -> np.ndarray:
     """Temperatures, float32 [B], of requests whose noise at a position never changes; 0: others.
 
-    A fused sampler draws unseeded requests in some steps: noise that is known ahead would then be
-    used if drafts profit from it, and discarded otherwise, which would bias the tokens.
+    In some steps a fused sampler draws the tokens of unseeded requests: noise known in advance
+    would then be used if drafts benefit from it and discarded otherwise, which would bias the
+    tokens.
     """
-    heat = requests.draw_temperature(slots)
+    temperature = requests.draw_temperature(slots)
     if sampler.use_fp64_gumbel:
-        return np.zeros_like(heat)
+        return np.zeros_like(temperature)
     if sampler.use_flashinfer or sampler.use_xpu_sampler:
-        heat = heat * sampler.sampling_states.seeds_set[slots]
-    return heat
+        temperature = temperature * sampler.sampling_states.seeds_set[slots]
+    return temperature

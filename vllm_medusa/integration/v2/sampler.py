@@ -5,12 +5,12 @@ advances. So all nodes can be sampled at once, each at its own position (base + 
 and those on the path are the tokens that plain V2 samples there. The lossless walk needs nothing
 else: it is `target_verdict` with the sampled tokens.
 
-Penalties and bad words depend on earlier tokens, which vLLM's kernels find in the rows before, as
-in a chain. For requests that use them every node gets the rows of its own path
-(`scorer.chains`), and is sampled in the last one.
+Penalties and bad words depend on earlier tokens, which vLLM's kernels read from the preceding rows,
+as in a chain. For requests that use them every node gets the rows of its own path
+(`scorer.chains`), and is sampled in the last of these rows.
 
 Ranks of a tensor-parallel group have the same logits and so the same verdict: nothing here
-is random, and ties go to the first.
+is random, and ties are broken by the lowest index.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TreeSampler(RejectionSampler):
         Args:
             logits: [sum of num_nodes, V], the target's logits at every node.
             input_batch: vLLM's view of the step.
-            draft_logits: unused: the drafts are not samples of a distribution.
+            draft_logits: unused, because drafts are not sampled from a distribution.
             invalid_drafts: bool [sum of num_nodes], drafts without a mask.
 
         Returns:
@@ -253,7 +253,7 @@ class _Part:
 def _join_logprobs(
     parts: list[LogprobsTensors | None], shape: tuple[int, ...]
 ) -> LogprobsTensors | None:
-    """Concatenate those of parts, and where each request's start; ``shape`` is (B, D + 1)."""
+    """Concatenate the parts' logprobs, with each request's first row; ``shape`` is (B, D + 1)."""
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None

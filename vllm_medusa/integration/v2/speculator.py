@@ -61,8 +61,8 @@ def _init_speculator(
 class TreeSpeculator(DraftModelSpeculator):
     """Drafts a tree for each request from the hidden state of its last accepted node.
 
-    Only this kind of vLLM speculator gets the target model. The heads do not attend,
-    so they have no layers, KV cache or CUDA graphs.
+    The base class is `DraftModelSpeculator` because vLLM passes the target model to no other kind.
+    Heads have no attention, so there are no layers, KV cache or CUDA graphs for them.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
@@ -120,22 +120,22 @@ class TreeSpeculator(DraftModelSpeculator):
                 self.drafter.draft(hidden, roots, self.trees.num_nodes, roots, stream=stream)
 
     def _idle_stream(self, slots: Tensor) -> HashedNoise:
-        """A stream of any noise, to compile its kernel; slots int64 [B]."""
+        """A stream of arbitrary noise, to compile its kernel; ``slots`` is int64 [B]."""
         return HashedNoise(slots, slots, slots, slots.to(torch.float32) + 1)
 
     def _stream(
         self, host_slots: np.ndarray, slots: Tensor, num_tokens: Tensor
     ) -> HashedNoise | None:
-        """The noise of the next tokens of B requests; None: no request draws them.
+        """The noise of the next tokens of B requests; None: no request uses it.
 
-        ``num_tokens`` (integer [B]) are their tokens so far.
+        ``num_tokens`` (integer [B]) counts their tokens so far.
         """
         if self.sampler is None or not self.trees.options.shared_noise:
             return None
-        heat = persistent_draws(self.sampler, self.trees.requests, host_slots)
-        if not heat.any():
+        host_temperature = persistent_draws(self.sampler, self.trees.requests, host_slots)
+        if not host_temperature.any():
             return None
-        temperature = async_tensor_h2d(heat, device=self.device)
+        temperature = async_tensor_h2d(host_temperature, device=self.device)
         seeds = self.sampler.sampling_states.seeds.gpu
         return HashedNoise(seeds, slots, num_tokens - 1, temperature)
 
@@ -157,7 +157,7 @@ class TreeSpeculator(DraftModelSpeculator):
         drafts: bool,
         dummy_run: bool,
     ) -> Any:
-        """The drafter's input, see `trees.Drafter`: hidden states [B, H].
+        """The drafter's input, see `request_trees.Drafter`: hidden states [B, H].
 
         Args:
             batch: of B requests.
@@ -272,7 +272,7 @@ class TreeSpeculator(DraftModelSpeculator):
         return found
 
     def sent_with_output(self) -> dict[str, Any]:
-        """What the scheduler needs of the last drafts, copied to the host async, by attribute.
+        """What the scheduler needs of the last drafts, by attribute; copied to the host async.
 
         ``tree_survival``: the requests, and their log-survivals [B, K]; with lookup
         ``tree_copies``: tokens and sources, int64 [B, K]. They arrive before the results of later
@@ -289,7 +289,7 @@ class TreeSpeculator(DraftModelSpeculator):
         return sent
 
     def _claim_memory(self, hidden_states: Tensor) -> None:
-        """Allocate the logits of the max number of nodes of a step once.
+        """Allocate the logits of a step with the max number of nodes once.
 
         vLLM's memory profiling samples one row per request; trees need one per node. If they do not
         fit, the error is raised at start-up.
@@ -297,5 +297,5 @@ class TreeSpeculator(DraftModelSpeculator):
         rows = min(self.max_num_reqs * self.trees.num_nodes, len(hidden_states))
         with adapters_left_out(adapted_heads(self._target)):
             logits = self._target.compute_logits(hidden_states[:rows])
-        part = logits[: get_max_chunk_logits(logits.shape[-1])]  # verified at a time, in fp32
+        part = logits[: get_max_chunk_logits(logits.shape[-1])]  # verified at once, in fp32
         part.to(torch.float32, copy=True).softmax(-1)

@@ -133,7 +133,7 @@ class TreeModelState(DefaultModelState):
     def postprocess_state(
         self, idx_mapping: Tensor, num_sampled: Tensor, num_computed_tokens: Tensor | None = None
     ) -> None:
-        """Compact the accepted paths; a chain's drafts are already in their place.
+        """Compact the accepted paths; a chain's drafts would already be in place.
 
         This is the last access to the cache before the next forward pass, which finds the same
         cache as in plain decoding.

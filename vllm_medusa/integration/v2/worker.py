@@ -1,4 +1,4 @@
-"""The worker for V2: vLLM's own of the platform, with trees added to the runner."""
+"""The V2 worker: vLLM's worker for the platform, with trees added to its runner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 from vllm.platforms import current_platform
 
-if current_platform.is_cpu():  # before any V2 module: it adapts them to the CPU
+if current_platform.is_cpu():  # imported before any V2 module, because it adapts them to the CPU
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker
@@ -48,14 +48,14 @@ class MedusaWorker(Worker):
         return times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the target without heads in its checkpoint, and the heads."""
+        """Load the target, skipping heads in its checkpoint, then the heads."""
         with heads_left_out():
             super().load_model(*args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Verify and draft; send survivals of verified drafts to an asynchronous scheduler.
 
-        vLLM's output is on its way to the host here too, and holds what is attached to it.
+        vLLM's output is still being copied to the host here; attributes set on it are sent with it.
         """
         sent = {}
         if self.vllm_config.scheduler_config.async_scheduling:
@@ -72,7 +72,8 @@ class MedusaWorker(Worker):
         """
         runner: Any = self.model_runner
         ahead = self.vllm_config.scheduler_config.async_scheduling
-        if runner.speculator.trees.lookup is not None and not ahead:  # copies are not limited
+        # the number of draft tokens limits the heads' drafts, but not those of lookup
+        if runner.speculator.trees.lookup is not None and not ahead:
             runner.speculator.limit = scheduler_output.num_spec_tokens_to_schedule
             scheduler_output = copy.copy(scheduler_output)
             scheduler_output.num_spec_tokens_to_schedule = runner.num_speculative_steps
