@@ -1,4 +1,4 @@
-"""Options of `adapt`: its own, and those of training that it does not decide itself."""
+"""Options of `adapt`: its own, and the training options that it does not set itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MIN_VOCABULARY = 16  # tokens; about the number of choices per head
 
 
 class DrafterOptions(HeadOptions):
-    """The same as of `train`, where the kind is named ``--heads``."""
+    """The head options of `train`, where the kind is called ``--heads``."""
 
     kind: Literal["medusa", "hydra", "eagle3"] = option(
         "independent heads, sequentially dependent heads, or a drafter with a decoder layer",
@@ -43,7 +43,9 @@ class AdaptOptions(EngineOptions, PromptFile):
     )
     samples: Samples = option("texts per prompt", default=1)
     max_tokens: Positive = option("max tokens per answer", default=512)
-    temperature: AtLeastZero = option("sampling, also in the final measurement", default=0.7)
+    temperature: AtLeastZero = option(
+        "sampling temperature, also in the final measurement", default=0.7
+    )
     heldout_share: Annotated[float, Field(gt=0, le=0.5)] = option(
         "share of prompts held out: half to calibrate, half to measure",
         default=0.1,
@@ -58,9 +60,11 @@ class AdaptOptions(EngineOptions, PromptFile):
     measure_seconds: Above = option(
         "approximate time limit: rounds and prompts are reduced to fit", default=300.0, metavar="S"
     )
-    method: Literal["medusa-1", "medusa-2"] = option("of medusa", default="medusa-1")
+    method: Literal["medusa-1", "medusa-2"] = option(
+        "training method; medusa-2 is for --drafter medusa", default="medusa-1"
+    )
     heads: DrafterOptions = group("drafter", factory=DrafterOptions)
-    training: StepOptions = group("training; the seed is of all stages", factory=StepOptions)
+    training: StepOptions = group("training; the seed applies to all stages", factory=StepOptions)
     cache: CacheOptions = group("medusa-1: hidden states of the target", factory=CacheOptions)
     joint: JointOptions = group("medusa-2: the joint stage", factory=JointOptions)
 
@@ -80,8 +84,8 @@ class AdaptOptions(EngineOptions, PromptFile):
             )
         if size and size < _MIN_VOCABULARY:
             raise ValueError(
-                f"--draft-vocab is {size}; a drafter that knows fewer than {_MIN_VOCABULARY} "
-                "tokens drafts nothing. Give thousands, or 0 for all tokens."
+                f"--draft-vocab is {size}; a drafter limited to fewer than {_MIN_VOCABULARY} "
+                "tokens drafts nothing. Pass several thousand, or 0 for all tokens."
             )
 
     def train_options(self, files: TextFiles) -> TrainOptions:

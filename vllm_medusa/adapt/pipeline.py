@@ -114,7 +114,7 @@ def stages_of(plan: Plan, at: Callable[[str], Path]) -> list[Stage]:
                 "on_bad_line": options.on_bad_line,
             },
             [*FILES, COUNTS],
-            "split the texts: to train, to calibrate and to measure",
+            "split the texts into training, calibration and measurement texts",
         ),
         Stage(
             "train",
@@ -169,9 +169,10 @@ def stages_of(plan: Plan, at: Callable[[str], Path]) -> list[Stage]:
 def check_served(
     serving: Mapping[str, Any], progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
-    """Check vLLM's configuration for a target, with an untrained drafter if it is EAGLE's.
+    """Check vLLM's configuration for a target, for EAGLE-3 with an untrained drafter.
 
-    The plugin refuses unsupported settings; finding that out after training would take hours.
+    The plugin refuses unsupported settings; without this check, that would be noticed only after
+    hours of training.
     """
     import torch
     from transformers import AutoConfig
@@ -199,9 +200,9 @@ def split_texts(
 ) -> None:
     """Write the records to train, to calibrate and to measure on, and their counts.
 
-    No prompt is in two files, and they do not depend on the order of the records' lines. At least
-    `_HELDOUT_PROMPTS` are held out, if that leaves half: half of them to calibrate on, half to
-    measure on; a single one is for both.
+    No prompt is in two files, and the files do not depend on the order of the records' lines. At
+    least `_HELDOUT_PROMPTS` prompts are held out, but at most half of all: half of these to
+    calibrate on, half to measure on; a single one is used for both.
     """
     data, output = options["data"], options["output"]
     records, bad = load_records(data)

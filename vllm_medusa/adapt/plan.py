@@ -174,7 +174,7 @@ def _read_target(target: str) -> tuple[dict[str, Any], Any, Any]:
 
 
 def _with_dtype(options: AdaptOptions, config: Any) -> tuple[AdaptOptions, str]:
-    """The dtype of all stages for a bfloat16 target on a CPU if not set, with the reason."""
+    """Replace dtype "auto" for a bfloat16 target on a CPU; returns the options and the reason."""
     import torch
 
     own = str(getattr(config, "dtype", None))
@@ -234,7 +234,7 @@ def _check_disk(options: AdaptOptions, files: int, states: int) -> None:
 def count_tokens(
     lengths: Sequence[Length], samples: int, max_tokens: int, room: int
 ) -> tuple[int, int]:
-    """Tokens of the prompts, and at most of the answers, of ``samples`` texts for each prompt.
+    """Number of prompt tokens, and max number of answer tokens, with ``samples`` texts per prompt.
 
     No text exceeds ``room`` positions.
     """
@@ -271,7 +271,7 @@ def expected_seconds(
     row = 6 * _head_values(options, target, largest=16_384) / flops
     read = (prompt_tokens + written) * token
     epochs = options.training.epochs
-    if options.method == "medusa-2":  # both targets forwards, one of them backwards
+    if options.method == "medusa-2":  # forward passes of both targets, backward of one
         read *= 1 + _JOINT_PASSES * options.joint.joint_epochs
         epochs += options.joint.joint_epochs
     return {

@@ -87,8 +87,8 @@ def conclusion(document: dict[str, Any]) -> str:
         tree = f'The drafter builds its trees itself; "budget": {nodes} limits them to that size.'
     else:
         tree = (
-            f'The heads\' own tree has {plural(nodes, "draft node")}; "tree": "heads" serves it, '
-            "`vllm-medusa inspect` draws it. Without that, trees are dynamic."
+            f'The heads\' own tree has {plural(nodes, "draft node")}; set "tree": "heads" to serve '
+            "it (otherwise trees are dynamic), and use `vllm-medusa inspect` to draw it."
         )
     said = [comparison.conclusion(document["measured"]), tree]
     best = max(row["tau"] or 1 for row in document["measured"]["rows"])

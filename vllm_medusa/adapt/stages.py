@@ -1,7 +1,7 @@
 """Resumable stages, run one after another.
 
-Each stage has its own folder, named by a digest of its options and of the stage before: other
-options use other folders from there on, and nothing is deleted. A stage is finished when
+Each stage has its own folder, named by a digest of its options and of the stage before: if options
+change, that stage and later ones use new folders, and nothing is deleted. A stage is finished when
 ``done.json``, written last, exists and matches its outputs. An unfinished folder is passed to the
 same job again, which resumes in it.
 """

@@ -55,8 +55,8 @@ def choose_tree(
     paths, heldout = chosen.paths, chosen.heldout
     if len(paths) < options.num_draft_tokens:
         progress.warn(
-            f"{options.num_draft_tokens} nodes were requested; there are {len(paths)} of "
-            f"{observations.num_heads} heads with {observations.num_ranks} choices each."
+            f"{options.num_draft_tokens} nodes were requested; the tree has {len(paths)}, "
+            f"from {observations.num_heads} heads with {observations.num_ranks} choices each."
         )
     taus = [round(tau, 4) for tau in chosen.walked]
     source = {

@@ -66,7 +66,7 @@ class Observations:
         return (first, second) if first and second else None
 
     def temperature(self) -> float | None:
-        """The temperature of most positions; None if too little of the text is the target's."""
+        """The temperature of most positions; None if the target generated too little text."""
         lengths = np.diff(self.offsets)
         known = ~np.isnan(self.temperatures)
         if 2 * lengths[known].sum() < lengths.sum():

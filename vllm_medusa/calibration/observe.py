@@ -62,7 +62,7 @@ def observe(
 
 
 def _look(logits: Tensor, labels: Tensor, closely: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # labels: draft ids; below 0: `NO_LABEL`, or -`MISSED`, which the draft vocabulary lacks
+    # labels: draft ids; below 0: `NO_LABEL`, or -`MISSED` if not in the draft vocabulary
     known = labels >= 0  # [c, K]
     own = logits.gather(2, labels.clamp_min(0)[..., None])[..., 0]  # [c, K]
     ranks = token_ranks(logits, labels.clamp_min(0)).clamp_max(MISSED - 1)

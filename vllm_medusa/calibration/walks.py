@@ -8,8 +8,8 @@ with the ranks there, continues after it and ends when the last position is pass
     tau        = tokens / steps = sum of (1 + a) / number of steps
 
 For text that the target sampled, this is exact, not a simulation: lossless sampling
-descends exactly as long as the target's sampled token is a child, and the text has the
-sampled tokens. (For greedy decoding, walk text decoded greedily.)
+descends exactly as long as the target's sampled token is a child, and the text consists of
+the sampled tokens. (For greedy decoding, walk text decoded greedily.)
 
 `walked_tree` grows the tree that needs the fewest steps. Products of the heads' average accuracies
 mislead: they count positions where no step starts, and after an accepted token the next head is
@@ -104,7 +104,10 @@ class Walks:
         return np.concatenate(parts)
 
     def _taus(self, wants: Ints, parents: Sequence[int]) -> list[float]:
-        """Walk every text once per entry of ``parents``, one token further at that node."""
+        """Walk every text once per entry of ``parents``.
+
+        In that walk, steps at positions where ``wants`` equals the entry accept one more token.
+        """
         block = max(1, _BLOCK // len(self.starts))
         taus: list[float] = []
         for first in range(0, len(parents), block):

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from vllm_medusa.training.distill import Distilled
 
 GENERATE = """\
-Generate for every prompt of a file and write one JSON line per prompt, in the order of completion.
-If killed or interrupted, the same command resumes: no line is duplicated or lost.
+Generate for every prompt of a file and write one JSON line per prompt, in order of completion. If
+killed or interrupted, run the same command again to resume: no line is duplicated or lost.
 ---
-Prompts: a text file (one per line), JSON lines or Parquet. A row has "prompt" (continued as it
+Prompts: a text file (one per line), JSON lines or Parquet. A row has "prompt" (continued as
 is), "messages" or "turns" (conversations, in the model's chat template if it has one).
 
 Results: index (position in the file, from 0), request_id, text, token_ids, finish_reason,
@@ -25,13 +25,14 @@ each turn's answer when there are several. A prompt that can't be run has "error
 
 DISTILL = """\
 Generate training texts for heads with the target: it continues each prompt of a file one or more
-times, through vLLM. If killed or interrupted, the same command resumes to the same texts.
+times, through vLLM. If killed or interrupted, run the same command again to resume: the texts are
+the same as without the interruption.
 ---
 Prompts: as for `generate`.
 
-Records: index, request_id, group, token_ids, generated ([start, end) of what the target wrote),
+Records: index, request_id, group, token_ids, generated ([start, end) of each generated span),
 temperature, seed, finish_reason and text. A conversation is one record with a span for each
-answer, or several if an answer is tokenized differently in the next prompt than it was generated.
+answer, or several records if an answer's tokens in the next prompt differ from those generated.
 Records of one prompt share a group, which splits keep together."""
 
 
@@ -59,7 +60,7 @@ def _conclude(done: Generated | Distilled, what: str, progress: ConsoleProgress)
     if not done.failed:
         return 0
     progress.note(
-        f"{plural(done.failed, 'prompt')} could not be run, and the lines have an 'error'. To try "
-        "again, remove these lines and run the command again."
+        f"{plural(done.failed, 'prompt')} could not be run; their lines have an 'error'. To retry, "
+        "remove these lines and run the command again."
     )
     return 1

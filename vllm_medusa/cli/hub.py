@@ -33,8 +33,8 @@ def _find(name: str, progress: Progress) -> None:
         HfApi().model_info(name, timeout=_SECONDS)
     except (HFValidationError, RepositoryNotFoundError):
         raise ValueError(
-            f"{name}: no such folder, and the hub has no such model, or only for users "
-            "with access: correct the name, or log in with `hf auth login`."
+            f"{name}: no such folder, and the hub has no such model, or it is private or gated: "
+            "correct the name, or log in with `hf auth login`."
         ) from None
     except Exception as error:  # network errors of any library
         if not cached:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 TEXT = """\
 Train heads for a target on texts, preferably its own (`vllm-medusa distill`). If killed or
-interrupted, the same command resumes, and ends with the same weights, bit for bit.
+interrupted, run the same command again to resume: the final weights are the same, bit for bit.
 Several GPUs: `accelerate launch --num-processes N -m vllm_medusa.cli train ...`.
 ---
-Data: JSON lines with "token_ids" and "generated" (distill's records), "messages", "conversations"
-(ShareGPT; assistant turns are trained) or "text" (all of it is).
+Data: JSON lines with "token_ids" and "generated" (distill's records), "messages" or "conversations"
+(ShareGPT), of which the assistant turns are trained on, or "text", which is trained on as a whole.
 
 Output: model.safetensors and config.json as vLLM reads them, training/log.jsonl (a line for each
 step and each measurement), training/curves.png and training/heldout.jsonl, the held-out records:

@@ -2,7 +2,7 @@
 
 All have the same tensors. SafeAILab calls the layer ``midlayer`` and stores pickles, speculators
 calls it ``layers.0``. Which of the target's layers are read is in
-``eagle_aux_hidden_state_layer_ids``: at the top of the config, where vLLM reads it first, a number
+``eagle_aux_hidden_state_layer_ids``: at the config's top level, where vLLM looks first, a number
 means that layer's input. SpecForge's ``eagle_config`` numbers outputs if the first is 1, as SGLang
 reads it; without numbers both use the same default.
 """
@@ -26,7 +26,7 @@ DRAFTER_FORMATS = {  # layer name, file name, and architecture in the config
     "speculators": ("layers.0.", "model.safetensors", "LlamaForCausalLM"),
 }
 _LAYER = "layers.0."  # as vLLM calls it, see `bare_names`
-_DRAFTED = 5  # number of tokens required in speculators' config; servers can override it
+_DRAFTED = 5  # draft tokens; speculators' config requires a number, servers can override it
 _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -102,8 +102,8 @@ def _eagle_config(layers: list[int] | None, depth: int | None, notes: list[str])
         return {"use_aux_hidden_state": True}
     if layers[0] != 2:
         notes.append(
-            f"it reads the inputs of layers {layers}: SGLang numbers outputs, newer versions only "
-            "if the first is 1; check the log of your version"
+            f"it reads the inputs of layers {layers}: SGLang reads the numbers as outputs, newer "
+            "versions only if the first is 1; check the log of your version"
         )
     return {"use_aux_hidden_state": True, LAYER_IDS: [layer - 1 for layer in layers]}
 

@@ -60,7 +60,8 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
     what, formats = ("heads", FORMATS) if info else ("EAGLE drafters", DRAFTER_FORMATS)
     if options.to not in formats:
         raise HeadsError(
-            f"{source} can't be written as {options.to}: {what} can be {', '.join(formats)}"
+            f"{source} can't be written as {options.to}: {what} can be written as "
+            f"{', '.join(formats)}"
         )
     _check_output(options)
     warnings: list[str] = []

@@ -65,7 +65,7 @@ class HeadsInfo:
     lm_head_bias: bool
     lm_head_rows: int | None  # as stored, padding included; None: nothing stored
     token_map: bool
-    dtype: torch.dtype  # holds every tensor without loss
+    dtype: torch.dtype  # can represent every tensor without loss
 
     @property
     def config(self) -> dict[str, Any]:
@@ -210,14 +210,14 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
         lm_head_bias=("lm_head", "bias") in found,
         lm_head_rows=rows,
         token_map=TOKEN_MAP in names,
-        dtype=reduce(torch.promote_types, dtypes),  # integers change no floating-point type
+        dtype=reduce(torch.promote_types, dtypes),  # the token map's integer type has no effect
     )
 
 
 def _check_spec(name: str, slot: Slot, spec: TensorSpec, shape: tuple[int, ...]) -> None:
     if spec.shape != shape:
         raise HeadsError(
-            f"{name} has shape {list(spec.shape)}; with the other tensors it must be {list(shape)}"
+            f"{name} has shape {list(spec.shape)}; to match the others it must be {list(shape)}"
         )
     allowed = INTEGERS if slot == TOKEN_MAP else FLOATS
     if spec.dtype not in allowed:
@@ -245,7 +245,7 @@ def _refuse_other_drafters(files: CheckpointFiles) -> None:
 def _empty_heads(
     specs: Mapping[Slot, TensorSpec], is_hydra: bool, num_heads: int, num_layers: int
 ) -> MedusaHeads:
-    """Heads without memory, of the sizes of the first tensors of a kind."""
+    """Heads on the meta device; sizes are those of the first tensor of each kind."""
     found = {(slot.part, slot.kind) for slot in specs}
     single = any(slot.head is None for slot in specs)
     lm_head = Slot("lm_head", None if single else 0)
@@ -275,7 +275,7 @@ def new_heads(is_hydra: bool, *, bias: bool = True, **sizes: Any) -> MedusaHeads
 
 @dataclass(frozen=True)
 class Check:
-    """A criterion of fit to a target or of consistency, with its result."""
+    """One check of whether heads fit a target or are consistent, with its result."""
 
     name: str
     verdict: Verdict

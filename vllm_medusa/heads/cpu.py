@@ -1,7 +1,7 @@
 """Heads whose weight matrices were packed by a backend, for inference only.
 
-Drafting reads every weight of the heads once per step, for a few rows: its speed is that of
-matrix products. oneDNN on CPUs reads packed weights two to three times faster than the batched
+Drafting reads every weight of the heads once per step, for a few rows, so matrix products take most
+of its time. oneDNN on CPUs reads packed weights two to three times faster than the batched
 products of `MedusaHeads`, at the cost of one call per matrix.
 """
 
@@ -29,8 +29,8 @@ class Packed:
         """
         if heads.shared_lm_head and heads.token_map is not None:
             raise HeadsError(
-                "these heads score some of the target's tokens: store the target's rows for them "
-                "(store_lm_head), then pack"
+                "these heads score only some of the target's tokens: store the target's rows for "
+                "them (store_lm_head), then pack"
             )
         self.num_heads = heads.num_heads
         self.vocab_size = heads.vocab_size

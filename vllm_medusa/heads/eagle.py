@@ -19,7 +19,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class EagleInspection:
-    """All information on a drafter that needs no loading."""
+    """All information on a drafter that is available without loading it."""
 
     source: str
     method: str  # vLLM's: "eagle3", or "eagle" for EAGLE-1 and 2
@@ -95,9 +95,8 @@ def inspect_drafter(
                 Check(
                     "shapes",
                     NO,
-                    f"{name} in {files.label} has the shape {list(shapes[name])}; with its config "
-                    f"it would be {list(shape)}. It belongs to another target, or to another "
-                    "method",
+                    f"{name} in {files.label} has the shape {list(shapes[name])}; its config "
+                    f"implies {list(shape)}. It belongs to another target, or to another method",
                 )
             )
     if draft_vocab != vocab:
@@ -124,7 +123,7 @@ def not_for_trees(config: Mapping[str, Any], names: Collection[str], method: str
 
     Args:
         config: Flat, see `flat_config`.
-        names: Of its tensors, see `bare_names`.
+        names: Names of its tensors, see `bare_names`.
         method: vLLM's.
 
     """
@@ -156,7 +155,7 @@ def reads_last_only(config: Mapping[str, Any]) -> bool:
 
 
 def doubtful_layers(config: Mapping[str, Any]) -> str:
-    """What is ambiguous about the layers in a drafter's config; "": nothing.
+    """Describe the ambiguity of the layers in a drafter's config; "" if there is none.
 
     vLLM reads numbers in an ``eagle_config`` as layers whose inputs are used. SpecForge and SGLang
     number outputs there if the first is 1.
@@ -167,7 +166,7 @@ def doubtful_layers(config: Mapping[str, Any]) -> str:
     moved = [layer + 1 for layer in layers]
     return (
         f"its eagle_config has {layers}, which vLLM reads as inputs of layers; if SpecForge "
-        f"wrote it, they are outputs, that is the inputs of {moved}. `vllm-medusa convert --to "
+        f"wrote it, they are outputs, i.e. the inputs of {moved}. `vllm-medusa convert --to "
         "native` corrects them"
     )
 

@@ -25,7 +25,7 @@ from vllm_medusa.heads.eagle import LAYER_IDS, default_layers
 from vllm_medusa.heads.model import HeadsError
 
 _WIDTH_OF_HEAD = 64  # default if not in the target's config
-_LANES = 16  # channels are padded to keep vectors whole
+_LANES = 16  # number of added channels, so that SIMD vectors stay whole
 
 
 @dataclass(frozen=True)
@@ -255,8 +255,9 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         return F.scaled_dot_product_attention(
             query, keys[0], values[0], is_causal=True, enable_gqa=True
         )
-    # The chain's weights relative to the exact entries', whose exponentials sum to exp(score) /
-    # weight of any of them: a channel of the values selects entry 0.
+    # To join the exact entries with the chain, the sum of exp(score) over the exact entries is
+    # needed. It equals exp(score) / weight of any of them; entry 0's weight is read from an added
+    # channel of the values, which is 1 for entry 0 and 0 for the others.
     dim, groups = query.shape[-1], keys[0].shape[1]
     wide, key, value = (F.pad(part, (0, _LANES)) for part in (query, keys[0], values[0]))
     value[:, :, 0, dim] = 1.0
@@ -268,7 +269,7 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     def score(key: Tensor) -> Tensor:
         return (query * key.unsqueeze(2)).sum(-1, dtype=torch.float32)
 
-    # of the log of that sum; wrong if a score exceeds entry 0's by more than 85
+    # minus the log of that sum; wrong if a score exceeds entry 0's by more than 85
     shift = mixed[..., dim].float().clamp_min(1e-37).log() - score(keys[0][:, :, :1])
     scores = [torch.zeros_like(shift), *(score(key) + shift for key in keys[1:])]
     weights = torch.stack(scores, -1).softmax(-1).to(mixed.dtype)  # [.., exact ones, chain]

@@ -49,7 +49,7 @@ DTYPES = {  # names in safetensors
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-# File names (None: all) -> a folder with the existing ones.
+# File names (None: all) -> a folder that contains those that exist.
 Fetch = Callable[[list[str] | None], Path]
 
 

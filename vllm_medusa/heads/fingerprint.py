@@ -30,7 +30,7 @@ from vllm_medusa.heads.checkpoint import HeadsInfo
 from vllm_medusa.heads.files import CheckpointFiles, find_target
 from vllm_medusa.heads.model import HeadsError
 
-SCHEME = 1  # raised when the digest of the same weights changes
+SCHEME = 1  # incremented when the digest of the same weights changes
 _RUN = 64  # contiguous values
 _RUNS_IN_LAYERS, _RUNS_OUTSIDE = 4, 16
 _IN_LAYER = re.compile(r"(?:^|\.)(\d+\..+)")

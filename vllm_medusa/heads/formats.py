@@ -12,9 +12,9 @@ Medusa heads may share one ``lm_head``; all heads may have a ``token_map``. Head
 counted from the names because the numbers in published configs are wrong (five heads and
 ``medusa_num_heads: 2``).
 
-To add a format: its names in `NAMES`, a prefix in `_PREFIX`, a new file name in `files`; to write
-it, a row of `convert.heads.FORMATS` and its name in `convert.options`. The layouts of EAGLE-3
-drafters are read by `heads.eagle` and written by `convert.eagle.DRAFTER_FORMATS`.
+To add a format, add its names to `NAMES`, a prefix to `_PREFIX`, and a new file name to `files`; to
+write it, add a row to `convert.heads.FORMATS` and its name to `convert.options`. The layouts of
+EAGLE-3 drafters are read by `heads.eagle` and written by `convert.eagle.DRAFTER_FORMATS`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def name_of(slot: Slot, spelling: str, num_layers: int) -> str:
 
 
 def read_names(names: Iterable[str]) -> tuple[str, str, dict[Slot, str], list[str]]:
-    """Identify heads' tensors, in the spelling of most names.
+    """Identify heads' tensors, by the spelling that most names have.
 
     Returns:
         The spelling, a key of `NAMES`; the prefix common to all names of the heads, and to no

@@ -1,7 +1,7 @@
 """Run prompts through an engine and yield each result when it is finished.
 
 At most ``concurrency`` prompts are in the engine at a time; a conversation keeps its place until
-its last turn is answered. So results are in order of completion. A session
+its last turn is answered. Results are in order of completion. A session
 decides what is requested for a prompt: `Conversation` requests one answer to each turn.
 """
 
@@ -134,7 +134,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished prompt: one answer, or one per turn until one was refused."""
+    """A finished prompt: one answer, or one per turn until a turn was refused."""
 
     prompt: Prompt
     answers: tuple[Answer, ...]
@@ -183,7 +183,7 @@ class Session(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether the last, complete answer was the final one."""
+        """Whether the last answer, which is complete, was the final one."""
 
 
 @dataclass

@@ -48,10 +48,10 @@ class Child:
         theirs.close()
 
     def receive(self) -> tuple[str, Any]:
-        """Return the next message of the process: a pair of a word and a value.
+        """Return the next message of the process: its kind and a value.
 
-        Raises the error that it sends; JobFailed: it ended or failed; the message has the end
-        of its log; KeyboardInterrupt: it was interrupted, and this process was not.
+        Raises an error that the process sends; JobFailed: the process ended or failed (the message
+        has the end of its log); KeyboardInterrupt: it was interrupted, and this process was not.
         """
         try:
             kind, value = self.channel.recv()
@@ -171,6 +171,6 @@ def _main(body: Callable[[Channel], None], channel: Channel, log: Path, parent: 
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     except Exception as error:
-        traceback.print_exc()  # first, because the reader of the failure interrupts this process
+        traceback.print_exc()  # first, because the parent interrupts this process on failure
         channel.send((_FAILED, f"failed: {type(error).__name__}: {error}"))
         sys.exit(1)

@@ -1,6 +1,7 @@
 """The compare job: heads against plain vLLM, for several tree sizes and dynamic trees.
 
-The result is a JSON document; its wording is also here, because reports use it.
+The result is a JSON document. The text that describes it is also made here, because `adapt` reports
+use it.
 """
 
 from __future__ import annotations
@@ -77,12 +78,13 @@ def compare(
             for _ in range(2):  # the first warms up
                 results, seconds = plain.run(prompts[: options.batch], options.batch, options.seed)
             token = seconds / max(1, sum(result.num_tokens for result in results))
-            turn = 2 * len(configs) * options.max_tokens * token  # of both engines, in all arms
+            turn = 2 * len(configs) * options.max_tokens * token  # both engines, all configs
             number, rounds = affordable(options.seconds, turn, len(prompts), rounds)
             if (number, rounds) != (len(prompts), options.rounds):
                 progress.note(
-                    f"measuring {plural(rounds, 'round')} of {number} prompts, not "
-                    f"{options.rounds} of {len(prompts)}, to take about {options.seconds:.0f} s"
+                    f"measuring {plural(rounds, 'round')} of {number} prompts instead of "
+                    f"{options.rounds} of {len(prompts)}, to finish in about "
+                    f"{options.seconds:.0f} s"
                 )
             prompts = prompts[:number]
         for budget, config in configs.items():
@@ -99,7 +101,7 @@ def compare(
                     progress=partial(progress.at, f"plain and {name} alternately"),
                 )
             rows.append({"num_draft_tokens": budget, **measured.figures()})
-            progress.note(f"{name}: {rows[-1]['ratio']:.2f} times plain vLLM")
+            progress.note(f"{name}: {rows[-1]['ratio']:.2f}x plain vLLM's throughput")
         document |= {"prompts": len(prompts), "rounds": rounds, "dtype": plain.dtype}
     document[AUTOMATIC] = rows.pop()
     best = max(rows, key=lambda row: (row["ratio"], -row["num_draft_tokens"]))
@@ -143,9 +145,9 @@ def speculation(options: CompareOptions) -> dict[int | None, dict[str, Any]]:
 def answerable(
     options: CompareOptions, prompts: Sequence[Prompt], progress: Progress
 ) -> tuple[list[Prompt], list[int]]:
-    """Prompts that the target can answer, the others being bad lines, and their positions.
+    """Prompts that the target can answer, and the number of positions of each with its answers.
 
-    Positions include the answers.
+    The other prompts are bad lines.
     """
     given = {"max_model_len": options.max_model_len} | options.engine_args
     limits = read_limits(options.target, given)
@@ -170,7 +172,7 @@ def passed(document: dict[str, Any]) -> bool:
 
 
 def all_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of all budgets, ascending, and the automatic one."""
+    """The rows of all budgets, ascending, then that of automatic trees."""
     return [*document["rows"], document[AUTOMATIC]]
 
 
@@ -226,15 +228,15 @@ def conclusion(document: dict[str, Any]) -> str:
     best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
     size, ratio = plural(best["num_draft_tokens"], "draft node"), f"{best['ratio']:.2f}"
     if best["ratio"] > 1:
-        said.append(f"Fastest on this machine: {size}, {ratio} times plain vLLM.")
+        said.append(f"Fastest on this machine: {size}, {ratio}x plain vLLM's throughput.")
         if min(best["ratios"]) <= 1:
             said.append("Not every round was faster, so the gain is within the noise.")
     else:
         said.append(
-            f"No tree is faster than plain vLLM on this machine: the best, {size}, reaches {ratio} "
-            "times its throughput. Heads help if a step's time is spent loading weights: with "
-            "larger targets, smaller batches, or more cores."
+            f"No tree is faster than plain vLLM on this machine: the best, {size}, reaches "
+            f"{ratio}x its throughput. Heads help if most of a step's time is spent loading "
+            "weights: with larger targets, smaller batches, or more cores."
         )
     automatic = document[AUTOMATIC]["ratio"]
-    said.append(f"With automatic trees it is {automatic:.2f} times plain vLLM.")
+    said.append(f"Automatic trees reach {automatic:.2f}x.")
     return " ".join(said)

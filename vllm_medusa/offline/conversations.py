@@ -122,7 +122,7 @@ def common_length(one: str, other: str) -> int:
 
 
 def turn_end(rest: str, tokenizer: Any) -> str | None:
-    """The end-of-turn prefix of ``rest``: blanks and one of the added tokens."""
+    """The end-of-turn prefix of ``rest``: whitespace and one of the added tokens."""
     blank = len(rest) - len(rest.lstrip())
     added = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     ends = [token for token in added if token and rest.startswith(token, blank)]

@@ -15,15 +15,15 @@ from vllm_medusa.offline.conversations import prompt_ids
 from vllm_medusa.offline.machine import available_memory
 from vllm_medusa.offline.prompts import BadLines, Prompt, PromptError, settle_bad_lines
 
-COMPILE_FROM = 50_000  # min generated tokens; compilation takes about a minute
+COMPILE_FROM = 50_000  # min generated tokens to compile the model, which takes about a minute
 ENGINE_BYTES = 3 << 29  # of vLLM's process, excluding weights and cache
 _BLOCK = 128  # tokens per block of vLLM's cache on CPUs
 _DRAFTS = 256  # slots for tree nodes
 _SLACK = 64  # extra tokens, for answers that grow when re-tokenized and for final drafts
 _MIN_CACHE = 1 << 28
 _SHARE = 0.7  # of the memory left by weights and processes, for the cache
-_GPU_SHARE = 0.84  # of its memory, for all engines together
-# Arguments of LLM with which its prompts and their limit are not those of the target's folder.
+_GPU_SHARE = 0.84  # of a GPU's memory, for all engines together
+# LLM arguments with which the target's folder does not determine prompt tokens and their limit.
 CHANGE_MODEL = {
     *("tokenizer", "tokenizer_mode", "tokenizer_revision"),
     *("hf_overrides", "hf_config_path", "config_format", "revision"),
@@ -52,7 +52,7 @@ def measure(
 ) -> dict[int, Length]:
     """Count the tokens of each line's prompt.
 
-    A prompt that the chat template refuses, or that has no room, is a bad line; see
+    A prompt that the chat template refuses, or that is longer than ``room``, is a bad line; see
     `settle_bad_lines`.
     """
     lengths: dict[int, Length] = {}
@@ -86,21 +86,21 @@ def _count(prompt: Prompt, tokenizer: Any) -> tuple[int, Length]:
 
 @contextmanager
 def readable(target: str) -> Iterator[None]:
-    """Turns errors of reading a target's config or tokenizer into ValueError."""
+    """Turn errors in reading a target's config or tokenizer into ValueError."""
     try:
         yield
-    except Exception as error:  # transformers and its libraries raise anything
+    except Exception as error:  # transformers and its libraries may raise anything
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise ValueError(
-            f"{target} is not a model that can be read: {reason}. Pass a folder with the "
-            "model's config.json, tokenizer and safetensors."
+            f"{target} can't be read as a model: {reason}. Pass a folder with the model's "
+            "config.json, tokenizer and safetensors."
         ) from None
 
 
 def read_limits(target: str, arguments: Mapping[str, Any]) -> tuple[Any, int | None]:
     """The target's tokenizer, and the max tokens of a prompt in an engine with these arguments.
 
-    The limit is vLLM's or above it; None: unknown, as with arguments that change the model.
+    The limit is vLLM's or higher; None: unknown, for example if the arguments change the model.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -109,7 +109,7 @@ def read_limits(target: str, arguments: Mapping[str, Any]) -> tuple[Any, int | N
         tokenizer = AutoTokenizer.from_pretrained(target, **trusted)
         config = AutoConfig.from_pretrained(target, **trusted).get_text_config()
     limit = arguments.get("max_model_len")
-    if not isinstance(limit, int) or limit < 1:  # vLLM's default, or as long as fits
+    if not isinstance(limit, int) or limit < 1:  # vLLM's default, or the longest that fits
         rope = getattr(config, "rope_parameters", None) or {}
         each = (rope, *(part for part in rope.values() if isinstance(part, dict)))  # layer types
         scaled = max(1, *(part.get("factor") or 1 for part in each))

@@ -31,14 +31,15 @@ class Sampling:
 def medusa_config(heads: str | None, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The ``speculative_config`` of an engine: heads and further options, ``more``.
 
-    ``heads`` is a folder or hub name; None: of the target, or lookup alone. It may also be a local
-    folder of an EAGLE drafter: its trees are dynamic unless ``more`` has a tree.
+    ``heads`` is a folder or hub name; None: the heads are part of the target, or only lookup
+    drafts. It may also be a local folder of an EAGLE drafter, whose trees are dynamic unless
+    ``more`` has a tree.
     """
     config: dict[str, Any] = {"method": "medusa"}
     if heads is not None:
         config["model"] = heads
         if Path(heads).expanduser().is_dir():
-            from vllm_medusa.heads.eagle import drafter_method  # torch is slow
+            from vllm_medusa.heads.eagle import drafter_method  # imports torch, which is slow
 
             if (method := drafter_method(heads)) is not None:
                 config |= {"method": method, "tree": "dynamic"}
@@ -65,7 +66,7 @@ class EngineRefused(ValueError):
 
 @contextmanager
 def _refusals(model: str) -> Iterator[None]:
-    """Turns vLLM's errors about settings into `EngineRefused`."""
+    """Turn vLLM's errors about settings into `EngineRefused`."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
@@ -75,14 +76,15 @@ def _refusals(model: str) -> Iterator[None]:
         if "unexpected keyword" not in str(error):
             raise
         raise EngineRefused(f"--engine-args: {error}. Correct or omit it.") from error
-    except (ValueError, OSError, StrictDataclassError, SafetensorError) as error:  # of its files
+    # the last two are raised for the model's files
+    except (ValueError, OSError, StrictDataclassError, SafetensorError) as error:
         raise EngineRefused(f"vLLM refuses to serve {model}: {error}") from error
 
 
 def refuse_unserved(arguments: Mapping[str, Any]) -> None:
     """Check ``LLM``'s arguments with vLLM and the plugin, without loading weights.
 
-    Raises EngineRefused: an engine would not start with them, and why.
+    Raises EngineRefused: an engine would not start with them; the message has the reason.
     """
     from vllm import EngineArgs
 
@@ -117,7 +119,7 @@ class VllmEngine:
             if not MEMORY_OPTIONS & arguments.keys():
                 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 
-                # vLLM's default is 92 % of its memory node; it fails if that is not free
+                # vLLM's default is 92 % of its NUMA node's memory; it fails if that is not free
                 node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
                 free = min(node.available_memory, available_memory())
                 share = 0.8 * free / node.total_memory

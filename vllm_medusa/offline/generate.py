@@ -67,7 +67,7 @@ def open_results(
     options: PromptJob,
     sampling: Sampling,  # of all requests
     seed: int | None,  # of the first prompt
-    more: Mapping[str, Any] | None = None,  # further dependencies
+    more: Mapping[str, Any] | None = None,  # further settings that results depend on
     provenance: Mapping[str, Any] | None = None,
 ) -> ResultLog:
     """Open the output, bound to all settings that the results depend on.
@@ -148,13 +148,13 @@ def run_prompts(
 
 
 def refuse_unanswerable(options: PromptJob, prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts that the engine would refuse, perhaps after hours."""
+    """Refuse now the prompts that the engine would refuse later, perhaps after hours."""
     arguments = options.llm_arguments()
     if CHANGE_MODEL & arguments.keys():
         return
     try:
         limits = read_limits(options.model, arguments)
-    except ValueError:  # vLLM can read more models
+    except ValueError:  # vLLM supports more models
         return
-    each = {prompt.line: prompt for prompt in prompts}  # without further samples
+    each = {prompt.line: prompt for prompt in prompts}  # one sample of each
     measure(options.prompts, each.values(), *limits, options.on_bad_line)

@@ -50,7 +50,9 @@ class EngineOptions(Options):
     dtype: Dtype = option(default="auto")
     max_model_len: Positive | None = option(default=None)
     batch: Positive = option("number of concurrent prompts", default=64)
-    engine_args: dict[str, Any] = option("further arguments of LLM", default={}, metavar="JSON")
+    engine_args: dict[str, Any] = option(
+        "further arguments of vLLM's LLM", default={}, metavar="JSON"
+    )
 
 
 class Speculation(Options):
@@ -64,7 +66,7 @@ class Speculation(Options):
     )
     speculative_config: dict[str, Any] = option(
         "further keys of LLM's speculative_config, such as '{\"budget\": 7}'; without HEADS, "
-        "'{\"lookup\": true}' drafts copies only; absent: plain vLLM",
+        "'{\"lookup\": true}' drafts by lookup alone; absent: plain vLLM",
         default={},
         metavar="JSON",
     )
@@ -144,7 +146,7 @@ class DistillOptions(PromptJob):
     max_tokens: Positive = option("max tokens per answer", default=512)
     samples: Samples = option("texts per prompt", default=1, metavar="N")
     temperature: tuple[AtLeastZero, ...] = option(
-        "one or more; successive samples use the next one", default=(0.7,), metavar="T"
+        "one or more; samples of a prompt cycle through them", default=(0.7,), metavar="T"
     )
     seed: Seed = option("seed of text i is SEED + i", default=0)
     self_talk: bool = option("the target also generates the user's later turns", default=False)
@@ -170,8 +172,8 @@ class DistillOptions(PromptJob):
         for name in ("conversations", "turns"):
             if getattr(self, name) is not None and not self.self_talk:
                 raise ValueError(
-                    f"--{name} {getattr(self, name)} needs --self-talk, where the target generates "
-                    "the user's turns. Pass both, or omit it."
+                    f"--{name} {getattr(self, name)} needs --self-talk, with which the target "
+                    "generates the user's turns. Pass both, or omit it."
                 )
         of_zero = (slot for slot, value in enumerate(self.temperature) if value == 0)
         greedy = sum(len(range(slot, self.samples, len(self.temperature))) for slot in of_zero)
@@ -192,7 +194,7 @@ class CompareOptions(EngineOptions):
     on_bad_line: OnBadLine = option(default="refuse")
     limit: Positive = option("number of prompts, from the start of the file", default=32)
     speculative_config: dict[str, Any] = option(
-        "further keys of LLM's, such as a tree instead of the one in the heads' config",
+        "further keys of LLM's speculative_config, such as a tree other than that of the heads",
         default={},
         metavar="JSON",
     )

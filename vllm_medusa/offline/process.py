@@ -1,7 +1,7 @@
 """A vLLM engine in a subprocess that runs and times groups of prompts.
 
 Several engines can be idle while one is timed, and ending one frees its memory. Times are
-measured in the engine's process; its output goes to a log that errors quote.
+measured in the engine's process; its output goes to a log, whose end is quoted in errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class EngineProcess:
     """A started engine, a `vllm_medusa.offline.in_turn.Runner`; use it as a context manager."""
 
     def __init__(self, arguments: Mapping[str, Any], sampling: Sampling, *, seeded: bool = True):
-        """Start the engine by ``LLM``'s arguments and wait until it is ready.
+        """Start the engine with ``LLM``'s arguments and wait until it is ready.
 
         ``seeded``: runs above temperature 0 will have a seed; on CPUs ``sampling`` must then have a
         temperature above 0.
@@ -51,7 +51,7 @@ class EngineProcess:
     def stream(
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
     ) -> Iterator[Result]:
-        """The same results, each as it finishes; ``seconds`` is the total at the end."""
+        """Yield the same results, each as it finishes; then ``seconds`` is set to the total."""
         how = {"concurrency": concurrency, "seed": seed, "session": self.session}
         self._child.channel.send((list(prompts), how, self.sampling))
         while (message := self._child.receive())[0] == "result":

@@ -1,7 +1,7 @@
 """Prompts from text, JSON-lines and Parquet files, one row at a time.
 
-A row is a *completion*, which continues a text as it stands, or a *conversation*, a list of
-messages that is rendered with the tokenizer's chat template where it has one. What it may hold:
+A row is a *completion*, which continues a text as is, or a *conversation*, a list of messages that
+is rendered with the tokenizer's chat template if it has one. Keys of a row:
 
 ==========  ==========================  =========================================================
 key         value                       meaning
@@ -45,7 +45,7 @@ CONTENT_KEYS = ("prompt", "messages", "turns")
 ID_KEYS = ("request_id", "id", "question_id")
 _SHOWN_BAD_LINES = 20
 _SHORT = 8  # tokens; a record whose first span starts earlier has no prompt
-_TEXT_PROMPT = 32  # tokens of such a text to use as the prompt
+_TEXT_PROMPT = 32  # max tokens of such a text to use as the prompt; at most half of it
 _TEXT, _JSON, _PARQUET = (".txt", ".text"), (".jsonl", ".ndjson"), (".parquet", ".pq")
 
 
@@ -250,5 +250,7 @@ def _from_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
         return Prompt(index, line, name, turns=tuple(validated(_TURNS, value, key)))
     *history, last = (message.model_dump() for message in validated(MESSAGES, value, key))
     if last["role"] != "user":
-        raise PromptError(f"the last of {key} is by {last['role']!r}; it must be 'user'")
+        raise PromptError(
+            f"the last message of {key} has the role {last['role']!r}; it must be 'user'"
+        )
     return Prompt(index, line, name, history=tuple(history), turns=(last["content"],))

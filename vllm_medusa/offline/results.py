@@ -84,7 +84,7 @@ class ResultLog:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{error.strerror}. {len(self.done)} finished prompts are kept: free space; the "
+                f"{error.strerror}. {len(self.done)} finished prompts are kept. Free space; the "
                 "same command resumes",
                 str(self.path),
             ) from None

@@ -68,7 +68,7 @@ def build_tree(
     root: Tensor,  # int64 [B], the last sampled tokens; unused by marginals
     num_nodes: int,  # of each tree, root included
     max_depth: Tensor,  # int64 [B], max useful depth of each request
-    limit: int | None = None,  # max useful drafts per request, from 1; None: all
+    limit: int | None = None,  # max useful drafts per request, at least 1; None: all
 ) -> DraftTrees:
     """A tree for each request, equal on all ranks if the drafter's choices are.
 

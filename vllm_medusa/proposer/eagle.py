@@ -1,7 +1,7 @@
 """EAGLE-3's drafter on CPUs: a step's accepted tokens, and a whole beam, in one call each.
 
-In torch each level is some hundred small operations and reads the weights in the target's dtype;
-the kernel reads weights of one byte (fp32 if the drafter is stored in fp32).
+In torch each level takes about a hundred small operations and reads the weights in the target's
+dtype; the kernel reads one-byte weights (fp32 if the drafter is stored in fp32).
 """
 
 from __future__ import annotations
@@ -147,7 +147,10 @@ class EagleBeam:
         slots: Tensor,  # int64 [T]; -1: not stored
         features: Tensor,  # [T, features], the target's hidden states
     ) -> tuple[Tensor, Tensor]:
-        """Store entries of accepted tokens; normed and hidden states fp32 [B, H] at the last."""
+        """Store entries of accepted tokens; returns the last one's normed and hidden states [B, H].
+
+        Both are fp32.
+        """
         batch = len(last)
         normed, hidden = torch.empty((2, batch, self.hidden_size))
         given = (starts, last, token_ids, positions, slots, features.float())

@@ -88,7 +88,7 @@ def fill_tree(
         max(tree.head_widths),
         tree.depths,
         tree.ranks,
-        out if token_map is None else token_map,  # unread without a map
+        out if token_map is None else token_map,  # not read without a map
         out,
         out.stride(0),
         tree.num_nodes,

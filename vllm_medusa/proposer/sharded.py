@@ -5,8 +5,9 @@ of them. Those of the k best tokens that are in one shard are among that shard's
 so nothing is lost; and all ranks get the same tokens, because they merge the same candidates by a
 total order. For 5 heads and k = 10 a request sends 400 bytes instead of 5 rows of logits.
 
-A candidate is one int64, with its logit above and its id below; this is the order of `stable_topk`
-(logit descending as float32, id ascending; all NaN are equal, above infinity):
+A candidate is one int64, with its logit in the high bits and its id in the low bits; their order
+is that of `stable_topk` (logit descending as float32, id ascending; all NaN are equal, above
+infinity):
 
     key = (order of the logit, int32) * 2**32 - id
 

@@ -4,7 +4,8 @@
 and release; equal logits are common in bfloat16. Here equal logits rank by token id, lower first,
 so that every rank, batch and runner proposes the same tree. (NaN ranks first, as in torch.)
 
-This order (logit descending, id ascending) is that of an int64, logit bits above and id below. To
+This order (logit descending, id ascending) is that of int64 keys with the logit's bits high and the
+id low. To
 compute keys of only a few candidates, the vocabulary is split into groups of consecutive ids, which
 rank by (maximum descending, group ascending). The k best tokens are in the k best groups: if one
 were in another group, each of those k groups would have a better token.

@@ -15,7 +15,7 @@ TOP = 10
 
 
 def token_ranks(logits: Tensor, ids: Tensor) -> Tensor:
-    """Rank of token ``ids`` [...] among ``logits`` [..., V], the best is 0: int64 [...].
+    """Ranks of the tokens ``ids`` [...] in ``logits`` [..., V]; 0 is the best: int64 [...].
 
     Equal logits rank by id, lower first, as in the proposer.
     """
@@ -63,9 +63,10 @@ class Measurement:
             self.sums += found.sum(0, dtype=torch.float64).cpu()
 
     def summary(self) -> dict[str, Any]:
-        """Plain JSON: ``loss`` [K], ``labels`` of head 0, ``top`` [K][TOP]: fraction within i + 1.
+        """Plain JSON: ``loss`` [K], ``labels`` of head 0, ``top`` [K][TOP].
 
-        Labels outside the draft vocabulary count as misses, and have no loss.
+        ``top[k][i]`` is the fraction of labels among the best i + 1 choices of head k. Labels
+        outside the draft vocabulary count as misses, and have no loss.
         """
         loss, counts, labels, *hits = self.sums.T
         top = torch.stack(hits, 1).cumsum(1) / labels.clamp(min=1)[:, None]

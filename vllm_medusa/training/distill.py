@@ -1,15 +1,15 @@
 """The distill job: the target generates the texts that its heads are trained on (section 2.3.2).
 
-Every prompt is continued ``samples`` times; sample s of prompt p has the slot p * samples + s and
-the seed ``seed + slot``, so a text depends neither on other texts nor on where a job was resumed.
+Every prompt is continued ``samples`` times; sample s of prompt p has slot p * samples + s and seed
+``seed + slot``, so a text depends neither on other texts nor on where a job was resumed.
 
 A conversation becomes one record with a span per answer, as long as the tokens generated in a
 turn equal those in the next turn's prompt. Where they differ (the target chose other tokens for
 the same text, or the chat template drops reasoning), a new record starts, so that no token
 is trained in a context in which it was not generated.
 
-A slot owns ``turns`` indices. Its last record has the first of them, ``slot * turns``, and is
-written after the others: if it is in a file, the slot is finished.
+Each slot has ``turns`` indices. Its last record gets the first one, ``slot * turns``, and is
+written after the others: if the file contains it, the slot is finished.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def distill(
         if early:
             progress.warn(
                 f"{early} of {ended} conversations ended before {plan.turns} answers: a text "
-                "was truncated at --max-tokens, or a user's turn was empty"
+                "was truncated at --max-tokens, or a user turn was empty"
             )
         with options.output.open("rb") as file:
             summary = summarize(map(json.loads, file))
@@ -105,7 +105,7 @@ def distill(
 
 
 def _talker(model: str) -> Any:
-    """The target's tokenizer, whose chat template must show where turns start and end."""
+    """The target's tokenizer, whose chat template must mark where turns start and end."""
     from transformers import AutoTokenizer
 
     with readable(model):
@@ -119,9 +119,9 @@ class Plan:
     """The texts to generate for each prompt."""
 
     samples: int = 1  # texts per prompt
-    temperatures: tuple[float, ...] = (0.0,)  # sample s uses number s, modulo their count
-    seed: int = 0  # of slot 0
-    turns: int = 1  # max answers, and so records, of a text
+    temperatures: tuple[float, ...] = (0.0,)  # sample s uses entry s modulo the length
+    seed: int = 0  # seed of slot 0
+    turns: int = 1  # max answers, and thus max records, per text
     talker: Any = None  # the tokenizer, if the target also generates the user's later turns
 
     def temperature(self, slot: int) -> float:
@@ -148,7 +148,7 @@ class Plan:
         return Sampled(prompt, temperature=temperature)
 
     def records(self, result: Result) -> list[dict[str, Any]]:
-        """Return the lines of a finished slot in the order of writing.
+        """Return the lines of a finished slot in the order in which they are written.
 
         The slot's last line has the slot's first index. A slot without generated text yields a
         line with an "error".

@@ -3,8 +3,8 @@
     loss = sum over s = 1 ... K of decay^s * mean cross-entropy of step s at t + s + 1
 
 The steps of the chain below a row are like heads at that row (see `EagleDrafter`), with the same
-labels and weights; but entries attend to earlier ones, prompts included, so a step takes whole
-texts. They are split at `PIECE_ROWS`; tokens after a split do not attend to those before it.
+labels and weights. But entries attend to earlier ones, prompts included, so a training step takes
+whole texts, split every `PIECE_ROWS` rows; tokens after a split do not attend to those before it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_medusa.training.method import Batch, Method, Setup
 from vllm_medusa.training.target import Target, TargetError
 
 PIECE_ROWS = 2048
-_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")  # names of a target's last one
+_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")  # names of a target's final norm
 EMBEDDING_SHARE = 0.3  # initial scale of the weights on embeddings
 _NOT_OURS = "Train a new drafter, without --start-heads"
 
@@ -34,7 +34,7 @@ _NOT_OURS = "Train a new drafter, without --start-heads"
 class Eagle3(Method):
     """Trains a drafter on whole texts; the target is unchanged.
 
-    The drafter has the target's embedding, and the texts `AuxiliaryStates`.
+    The drafter uses the target's embedding; the states of the texts come from `AuxiliaryStates`.
     """
 
     heads: EagleDrafter
@@ -71,8 +71,9 @@ def new_drafter(
 ) -> EagleDrafter:
     """An untrained drafter initialized from the target's last decoder layer, norm and LM head.
 
-    It reads the deepest of its features through that layer, and, with small weights, the token's
-    embedding, which is not an input of the target's layer. Other shapes or names stay random.
+    The decoder layer reads the deepest of the features as the target's layer does. The token's
+    embedding, which is not an input of the target's layer, gets small weights. Weights whose name
+    or shape differs stay random.
     """
     config = target.model.config.get_text_config()
     shape = EagleShape.of(config, layers, target.hidden_size, target.vocab_size)
@@ -97,11 +98,11 @@ def new_drafter(
 def load_drafter(
     target: Target, folder: Path, layers: Sequence[int], num_steps: int
 ) -> EagleDrafter:
-    """A drafter that `heads.save_drafter` wrote for this target, to train it further.
+    """Load a drafter that `heads.save_drafter` wrote for this target, to continue its training.
 
-    Its LM head is trained unless it has the target's rows.
+    Its LM head is trained unless its rows equal the target's.
 
-    Raises HeadsError: another target's, or tensors of another layout.
+    Raises HeadsError: it belongs to another target, or its tensors have another layout.
     """
     files = find_checkpoint(folder)
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
@@ -122,7 +123,7 @@ def load_drafter(
     except RuntimeError as error:
         reason = " ".join(str(error).split()[:40])
         raise HeadsError(
-            f"{folder} is not as `train` writes it for this target: {reason}. {_NOT_OURS}"
+            f"{folder} does not have the layout that `train` writes: {reason}. {_NOT_OURS}"
         ) from None
     rows = target.lm_head_weight[slice(None) if token_map is None else token_map].float()
     same = (rows * target.logit_scale).to(found["lm_head.weight"].dtype)
@@ -158,8 +159,9 @@ def decoder_layers(target: Target) -> Sequence[nn.Module]:
     count = getattr(target.model.config.get_text_config(), "num_hidden_layers", None)
     if found is None or len(found) != count:
         raise TargetError(
-            f"{type(target.model).__name__} has no plain list of decoder layers, whose inputs "
-            "EAGLE-3 reads. Train Medusa or Hydra heads for it."
+            "EAGLE-3 reads the inputs of decoder layers, but "
+            f"{type(target.model).__name__} has no plain list of decoder layers. Train Medusa or "
+            "Hydra heads for it."
         )
     return found  # type: ignore[no-any-return]
 
@@ -167,8 +169,9 @@ def decoder_layers(target: Target) -> Sequence[nn.Module]:
 class AuxiliaryStates:
     """A target whose states are (A + 1) H wide: the inputs of A layers and of its LM head.
 
-    Layers are counted as in vLLM: layer 0's inputs are the embeddings; the number of layers is the
-    last layer's output, before the final norm. Replaces a `Target` for `HiddenStates`.
+    Layers are numbered as in vLLM: 0 means the inputs of layer 0, the embeddings; the number of
+    layers means the last layer's output, before the final norm. Used like a `Target` by
+    `HiddenStates`.
     """
 
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
@@ -181,7 +184,7 @@ class AuxiliaryStates:
 
     def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """For ids int64 [B, L], padded on the right: [B, L, (A + 1) H], see `Target`."""
-        last: list[Any] = []  # transformers returns it after the norm
+        last: list[Any] = []  # transformers returns the last layer's output normed
         hook = self._last_layer.register_forward_hook(lambda _, __, output: last.append(output))
         try:
             out = self.target.run(ids, attention_mask, output_hidden_states=True)

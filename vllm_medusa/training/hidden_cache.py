@@ -1,15 +1,15 @@
 """The frozen target's hidden states, computed once.
 
 A folder of shards, each with the rows of complete texts. A shard has a file for the inputs of
-the LM head and, for EAGLE-3, one per target layer, each [n, H] in one dtype and nothing else,
-memory-mapped when read: runs of several methods share them. The folder's name and its ``key.json``
+the LM head and, for EAGLE-3, one per target layer. A file is a bare [n, H] array in one dtype,
+memory-mapped when read; runs of different methods share files. The folder's name and ``key.json``
 identify the target and the texts, so no other run reads it. A file is written under a temporary
 name and renamed, so it is always complete, and building resumes with the missing ones. Two runs
 that build the same folder concurrently write the same bytes. Without a folder the states are kept
 in memory.
 
-Texts are kept in order as long as they fit ``max_bytes``; the others are computed when they are
-read, one pass per text for all its pieces, which `groups` keeps together.
+States of texts are stored in order, up to ``max_bytes``; those of the other texts are computed when
+they are read, in one pass per text for all its pieces, which `groups` keeps together.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HiddenStates:
         self,
         target: Any,  # a `Target`, or `eagle3.AuxiliaryStates`
         texts: Texts,
-        pieces: Sequence[Piece],  # which rows, up to their limits
+        pieces: Sequence[Piece],  # rows to compute, up to each piece's limit
         folder: Path | None = None,  # parent of the cache's folder; None: in memory
         key: Mapping[str, Any] | None = None,  # plain JSON: the target and its settings
         *,
@@ -68,7 +68,7 @@ class HiddenStates:
         np.add.at(edges, limits, -1)
         self._wanted = edges.cumsum()[:-1] > 0  # [T]
         self._slots = np.concatenate([[0], self._wanted.cumsum()])  # [T + 1]: rows before each
-        self._tokens = np.zeros(len(first) - 1, np.int64)  # [R]: of a text, which the target reads
+        self._tokens = np.zeros(len(first) - 1, np.int64)  # [R]: of each text, how many to run
         record = np.searchsorted(first, starts, "right") - 1
         np.maximum.at(self._tokens, record, limits - first[record])
 
@@ -105,8 +105,8 @@ class HiddenStates:
 
         ``done`` is called with the number of finished rows and the total.
 
-        Raises CacheError: states that are not finite in this dtype, with the record's line; or the
-        disk has not enough free space for the missing shards.
+        Raises CacheError: states are not finite in this dtype (the message has the record's line),
+        or the disk does not have enough free space for the missing shards.
         """
         missing = self.missing()
         todo = [shard for shard in missing if shard % world == rank]
@@ -209,7 +209,7 @@ class HiddenStates:
         return self.folder / f"{shard:06d}-{self._names[number]}.bin"
 
     def _absent(self, shard: int) -> list[int]:
-        """The numbers of the shard's files that are not there."""
+        """The numbers of the shard's missing files."""
         numbers, size = range(len(self._names)), self._num_rows(shard) * self._file_row
         if self.folder is None:
             return list(numbers)

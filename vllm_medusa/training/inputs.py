@@ -16,7 +16,7 @@ from vllm_medusa.training.options import TextFiles, TrainOptions
 from vllm_medusa.training.rows import Texts
 from vllm_medusa.training.target import stored_dtype
 
-# keys of a target's config.json that do not affect its hidden states, or that are known otherwise
+# keys of a target's config.json that do not affect its hidden states, or are recorded elsewhere
 _NOT_COMPUTED = (
     *("_name_or_path", "architectures", "transformers_version"),
     *("dtype", "torch_dtype", "use_cache"),
@@ -31,9 +31,9 @@ class Inputs:
 
     Attributes:
         source: the target's folder or hub name.
-        fingerprint: of its weights, `heads.fingerprint.target_fingerprint`'s.
+        fingerprint: fingerprint of its weights, see `heads.fingerprint.target_fingerprint`.
         dtype: its weights' dtype, if it is in its config.
-        config: config.json keys that affect the same weights, such as RoPE scaling.
+        config: config.json keys that affect its hidden states, such as RoPE scaling.
         train: records to train on.
         heldout: records to measure on, with prompts not trained on; may be empty.
 
@@ -63,7 +63,7 @@ class Inputs:
                 self.train, self.heldout = split_heldout(self.train, files.heldout_share)
             except ValueError as error:
                 raise ValueError(
-                    f"{files.data}: {error} Without measuring: --heldout-share 0."
+                    f"{files.data}: {error} To train without measuring: --heldout-share 0."
                 ) from None
         else:
             self.heldout = _untrained(files, self.train, read[files.heldout], progress)
@@ -71,14 +71,14 @@ class Inputs:
         if options.training.labels == "soft" and cut:
             raise ValueError(
                 f"{cut} of {len(self.train)} records were sampled with top_p or top_k, but soft "
-                "labels need whole distributions. Train with --labels tokens, or distill without "
+                "labels need full distributions. Train with --labels tokens, or distill without "
                 "these options."
             )
         progress.note(f"training on {_count(self.train)}; held out: {_count(self.heldout)}")
 
 
 def limits_of(source: str, config: Any) -> dict[str, Any]:
-    """What `load_records` needs to know of a target, given transformers' config of its text."""
+    """What `load_records` needs to know of a target, given transformers' text config."""
     return {
         "vocab_size": int(config.vocab_size),
         "max_tokens": getattr(config, "max_position_embeddings", None),
@@ -103,9 +103,9 @@ def _untrained(
     kept = [record for record in heldout if record.prompt_key not in prompts]
     if not kept:
         raise ValueError(
-            f"{files.heldout}: none of its {len(heldout)} usable records has a prompt that "
-            f"{files.data} does not train on. Use other records, or omit --heldout, so that "
-            "--heldout-share of the prompts is held out."
+            f"{files.heldout}: none of its {len(heldout)} usable records can be held out, because "
+            f"all their prompts are in {files.data}. Use other records, or omit --heldout to hold "
+            "out --heldout-share of the prompts."
         )
     if left_out := len(heldout) - len(kept):
         progress.warn(
@@ -131,7 +131,7 @@ def require_labels(texts: Texts, num_heads: int, name: str) -> None:
 
 
 def identify(source: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Find a target: transformers' config of its text, its fingerprint, and its config.json."""
+    """Find a target: transformers' text config, its fingerprint, and its config.json."""
     from transformers import AutoConfig
 
     with readable(source):

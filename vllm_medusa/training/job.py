@@ -40,7 +40,7 @@ from vllm_medusa.training.workers import Workers
 
 
 class Job:
-    """One training in one process.
+    """One training run in one process.
 
     Attributes:
         dtype: dtype in which the target computes.
@@ -62,7 +62,7 @@ class Job:
     ) -> None:
         """Run all checks before anything is created.
 
-        Raises ValueError: some head has no labels, or layers that the target does not have.
+        Raises ValueError: some head has no labels, or the target lacks one of the layers.
         """
         self.options, self.inputs, self.workers = options, inputs, workers
         self.progress, self._command = progress, command
@@ -107,7 +107,7 @@ class Job:
         }
 
     def open(self) -> TrainingRun:
-        """Open the output's run; prints if it is complete."""
+        """Open the run in the output folder; prints a note if it is complete."""
         files = self.options.files
         main = self.workers.main
         run = TrainingRun(files.output, self.settings, overwrite=files.overwrite, main=main)
@@ -123,7 +123,7 @@ class Job:
         return run
 
     def load_target(self, source: str | Path | None = None, *, quantized: bool = True) -> Target:
-        """The target with the requested settings, or a model like it."""
+        """Load the target, or the model ``source``, with the requested settings."""
         return Target.load(
             source or self.inputs.source,
             dtype=self.dtype,
@@ -246,7 +246,7 @@ class Job:
         return lambda step, steps, entry: self.progress.at(stage, step, steps, _line(entry))
 
     def round(self, heads: AnyHeads) -> None:
-        """Round every weight to the stored dtype, so that the stored heads are measured."""
+        """Round every weight to the stored dtype, so that heads are measured as stored."""
         dtype = DTYPES[self.options.heads.save_dtype]
         with torch.no_grad():
             for parameter in heads.parameters():

@@ -1,8 +1,8 @@
 """The training loop of every method: steps, log, measurements, checkpoints.
 
 A step takes the pieces of `rows.plan_steps`, divides them among processes (``accelerate launch``),
-splits each share into passes, and divides every loss by its labels in the whole step. It saves
-checkpoints at every measurement, at the end, and at intervals; a killed run resumes from
+splits each share into passes, and divides every loss by its number of labels in the whole step. The
+loop saves checkpoints at every measurement, at the end, and at intervals; a killed run resumes from
 the last one and ends with the same bits.
 """
 
@@ -144,7 +144,7 @@ class Loop:
         report(self.step, self.steps, entry)
 
     def _stop(self, items: Sequence[int], sums: Tensor, norm: Tensor) -> None:
-        """Keep the state before this step, and raise with the lines of the data it came from."""
+        """Save the state before this step, and raise an error that names the lines of its data."""
         method, texts = self.method, self.method.data.texts
         pieces = [method.data.pieces[item] for item in items]
         ones = torch.ones_like(sums)

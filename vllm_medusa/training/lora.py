@@ -8,9 +8,9 @@ The LM head is never adapted, unlike in the paper (appendix B.1): heads without 
 use the target's, tied embeddings would have to be untied, and serving
 scores a tree with one LM head.
 
-Merging reads the target again from its source, in the dtype of its files, so that a backbone
-that computed in another dtype or was quantized for training gives the same result, and the
-adapter's folder is sufficient.
+Merging reads the target again from its source, in the dtype of its files. So the base weights are
+exact even if the backbone was quantized or used another dtype in training, and only the adapter's
+folder has to be kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm_medusa.training.target import TargetError
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# of the target's files: hidden ones, weights, and those rewritten or about another model
+# files of the target: hidden ones, weights, and those rewritten or about another model
 _NOT_COPIED = (
     *(".*", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx"),
     *("*.index.json", "config.json", "README.md"),
@@ -42,7 +42,7 @@ _NOT_COPIED = (
 def attach(model: Any, joint: JointOptions, *, seed: int) -> PeftModel:
     """Add a new adapter to a causal LM, in place; everything but the adapter is frozen.
 
-    The adapter's weights are fp32 for any dtype of the model. It has no effect until it is
+    The adapter's weights are fp32, whatever the model's dtype. It has no effect until it is
     trained. Without ``joint.lora_modules``, all linear layers except the LM head are adapted.
 
     Raises TargetError: there is no such layer, the LM head or the embedding is included, or the
@@ -70,7 +70,7 @@ def attach(model: Any, joint: JointOptions, *, seed: int) -> PeftModel:
             adapted = get_peft_model(model.requires_grad_(False), config)
         except (ValueError, NotImplementedError) as error:
             raise TargetError(
-                f"peft can't adapt {kind}: {error} Choose other layers by --lora-modules, or use "
+                f"peft can't adapt {kind}: {error} Choose other layers with --lora-modules, or use "
                 "--method medusa-1, which does not change the target"
             ) from error
     names = [f".{name}" for name in adapted.targeted_module_names]

@@ -42,7 +42,7 @@ def head_weights(num_heads: int, decay: float = 0.8) -> Tensor:
 
 
 def draft_labels(labels: Tensor, heads: AnyHeads, outside: int) -> Tensor:
-    """Target ids to draft ids, any shape; ``outside`` for tokens outside the draft vocabulary.
+    """Map target ids to draft ids, any shape; tokens without one become ``outside``.
 
     Labels below 0, which are not tokens, are unchanged.
     """
@@ -97,7 +97,10 @@ class Teacher:
 
     @torch.no_grad()
     def after(self, start: int, stop: int, num_heads: int) -> Tensor:
-        """For the tokens after rows start + 1 ...: fp32 [stop - start + num_heads - 1, V_draft]."""
+        """Distributions over the tokens after rows start + 1, start + 2, ...
+
+        Returns fp32 [stop - start + num_heads - 1, V_draft].
+        """
         rows = slice(start + 1, stop + num_heads)
         logits = self.lm_head(self.states[rows])
         temperature = self.temperatures[rows, None].clamp(min=1e-4)  # 0: see `labels_of`
@@ -116,7 +119,7 @@ class Teacher:
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Loss and gradients together; only the loss's scalar factor flows back."""
+    """Computes loss and gradients together; backward only scales the stored gradients."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -210,10 +213,10 @@ def _probabilities(logits: Tensor, temperature: Tensor, total: Tensor) -> Tensor
 
 @fused
 def _cross_entropy(logits: Tensor, soft: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [n, V], labels fp32 [n, V] -> fp32 [n, 1], its gradient as the logits.
+    """Logits [n, V], labels fp32 [n, V] -> losses fp32 [n, 1], gradient [n, V] in logits' dtype.
 
-    The labels' sum is below 1 with a token map, and 0 for rows that do not count. Logits may be
-    -inf where the label is 0.
+    A row of labels may sum to less than 1 with a token map, and sums to 0 if it does not count.
+    Logits may be -inf where the label is 0.
     """
     values, mass = logits.float(), soft.sum(-1, keepdim=True)
     total = values.logsumexp(-1, keepdim=True)

@@ -53,7 +53,7 @@ def new_heads(
     """Create fp32 heads on the LM head's device, each of which outputs the target's own logits.
 
     ``lm_heads`` "own" gives every head a trainable copy of the target's (paper, section 2.1.1),
-    bias and logit scale included. A soft cap is not part of copies: it does not change
+    bias and logit scale included. Copies omit a soft cap: it does not change
     rankings.
     """
     own, bias = options.lm_heads == "own", target.lm_head_bias
@@ -78,7 +78,7 @@ def new_heads(
 
 
 def load_for(target: Target, folder: Path, dtype: torch.dtype) -> MedusaHeads:
-    """Medusa or Hydra heads of a target, from their folder, on the target's device."""
+    """Load Medusa or Hydra heads of a target from their folder, on the target's device."""
     heads, _ = load_heads(
         folder,
         hidden_size=target.hidden_size,

@@ -12,7 +12,7 @@ Outputs::
 
     HEADS/config.json, model.safetensors     the heads; config.json's "medusa" has the results
     HEADS/target/                            the new target in transformers' format, with tokenizer
-    HEADS/target-degraded/                   the same, if quality is beyond the bounds
+    HEADS/target-degraded/                   the same, if its quality is outside the bounds
 
 Merging rounds the weights to the target's dtype, so everything is measured again on the merged
 model, read back from its files.
@@ -211,8 +211,8 @@ def measure_joint(
 def train_medusa2(job: Job) -> None:
     """Train heads alone, then together with the target, and write both.
 
-    Raises ValueError: a dtype without gradients, a quantized target, or no disk space for the new
-    one.
+    Raises ValueError: the target computes in float16 or is stored quantized, or the disk has no
+    space for the new target.
     """
     options, inputs, workers = job.options, job.inputs, job.workers
     if job.dtype == torch.float16:  # a token's share of a step's gradient is at most about 1e-5
@@ -239,7 +239,7 @@ def train_medusa2(job: Job) -> None:
         adapted = lora.attach(target.model, joint, seed=steps.seed)
         run.work.mkdir(exist_ok=True)
         if workers.main:
-            for name in (MODEL, DEGRADED):  # of a run that --overwrite discards
+            for name in (MODEL, DEGRADED):  # left by a run that --overwrite discards
                 shutil.rmtree(run.output / name, ignore_errors=True)
         with adapted.disable_adapter():
             heads = _first_heads(job, run, target)
@@ -273,7 +273,7 @@ def train_medusa2(job: Job) -> None:
 
 
 def _first_heads(job: Job, run: TrainingRun, target: Target) -> MedusaHeads:
-    """The given heads, or those of the warm-up; new ones if a checkpoint follows."""
+    """The given heads, or those of the warm-up; new ones if a checkpoint will replace them."""
     if job.options.heads.start_heads is not None or (run.work / "state.pt").exists():
         return job.first_heads(target)
     method = job.frozen_method(target, run)
@@ -290,9 +290,9 @@ def _publish(
     heldout: Data,
     trained: dict[str, Any],
 ) -> None:
-    """Merge, measure, and write the results; the heads' config.json, written last, completes them.
+    """Merge, measure, and write the results; config.json, written last, marks them complete.
 
-    Release the trained model before: this loads two models, one after the other.
+    Release the trained model first: this loads two models, one after the other.
     """
     output, work = run.output, run.work
     merged = lora.merge_adapter(job.inputs.source, work / "adapter", work / "merged")
@@ -318,15 +318,18 @@ def _publish(
 
 
 def _checkpoint_layers(model: Any) -> None:
-    """Enable gradient checkpointing, which transformers ties to a layer's training mode."""
+    """Enable gradient checkpointing, which transformers does only for layers in training mode."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} can't be checkpointed; omit that option")
+        raise ValueError(
+            f"{type(model).__name__} does not support gradient checkpointing. Omit "
+            "--checkpoint-layers."
+        )
     for layer in layers:
-        layer.training = True  # only of the layer: dropout inside it stays off
+        layer.training = True  # of the layer itself only: dropout inside it stays off
 
 
 def _check_space(job: Job, run: TrainingRun, target: Target) -> None:

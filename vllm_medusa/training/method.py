@@ -69,9 +69,9 @@ class Batch(NamedTuple):
 class Method:
     """What a training method defines; the rest is in `loop.Loop`.
 
-    To add one: a subclass, like `Medusa1`, `Medusa2` and `Eagle3`, created in
-    `job.Job.frozen_method` or by its own driver selected by `train.train`; its name and its
-    restrictions in `options.TrainOptions`; its defaults in `recipe.complete`; its option in
+    To add one, write a subclass, like `Medusa1`, `Medusa2` and `Eagle3`. Create it in
+    `job.Job.frozen_method`, or in its own driver selected by `train.train`. Add its name and its
+    restrictions to `options.TrainOptions`, its defaults to `recipe.complete`, and its option to
     `adapt.options`.
 
     Attributes:
@@ -117,9 +117,9 @@ class Method:
         return torch.autocast(kind, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
     def collate(self, pieces: Sequence[Piece], data: Data | None = None) -> Batch:
-        """A batch of some pieces; ``data``: of other texts than the training texts.
+        """Batch some pieces, of the training texts or of ``data``.
 
-        Each piece reads the K rows after it, whose states have the soft labels of its last rows.
+        Each piece reads the K rows after it, whose states give the soft labels of its last rows.
         """
         data = data or self.data
         texts, count = data.texts, self.heads.num_heads

@@ -72,8 +72,8 @@ class HeadOptions(Options):
     """The heads' shape."""
 
     kind: Literal["medusa", "hydra", "eagle3"] = option(
-        "medusa: independent heads; hydra: heads that depend on preceding drafts; eagle3: a "
-        "drafter with a decoder layer, in vLLM's eagle3 format",
+        "medusa: independent heads; hydra: heads that depend on preceding draft tokens; eagle3: "
+        "a drafter with a decoder layer, in vLLM's eagle3 format",
         "--heads",
         default="medusa",
     )
@@ -89,7 +89,7 @@ class HeadOptions(Options):
         "draft only the N most frequent tokens of the texts; 0: all",
         default=None,
         metavar="N",
-        shown="4096 to 16384, to cover 99% of the texts; all if up to 16384",
+        shown="4096 to 16384, to cover 99% of the texts; all tokens if at most 16384",
     )
     aux_layers: tuple[FromZero, ...] = option(
         "eagle3: three target layers whose inputs it reads",
@@ -99,7 +99,7 @@ class HeadOptions(Options):
     )
     start_heads: Path | None = option(
         "trained heads or drafter to continue from, whose shape and draft vocabulary are kept; "
-        "for medusa-2 instead of a warm-up",
+        "for medusa-2, they replace the warm-up",
         default=None,
         metavar="FOLDER",
     )
@@ -172,8 +172,8 @@ class JointOptions(Options):
     """Medusa-2's joint stage.
 
     The adapter's rank 32 and alpha 16 are the paper's (appendix B.1). Its dropout is omitted: it
-    would make the student noisy even if equal to the teacher. The bounds on quality are heuristic:
-    wide enough for normal runs, too narrow for a diverged one.
+    would add noise to the student even where it equals the teacher. The bounds on quality are
+    heuristic: normal runs stay within them, diverged runs do not.
     """
 
     lora_rank: Positive = option(default=32)
@@ -196,7 +196,7 @@ class JointOptions(Options):
         shown="0.01 with kl, else 0.2",
     )
     backbone_rate: Above = option("peak learning rate of the adapter", default=5e-4)
-    heads_rate: Above = option("heads' learning rate, as a multiple of it", default=4.0)
+    heads_rate: Above = option("heads' learning rate, as a multiple of the adapter's", default=4.0)
     joint_epochs: Positive = option(default=1)
     joint_tokens: Positive = option("tokens per step", default=8192, metavar="N")
     pass_tokens: Positive = option(

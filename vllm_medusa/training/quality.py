@@ -71,7 +71,7 @@ class QualityMeter:
             self.sums += torch.stack([row.double().sum().cpu() for row in rows])
 
     def result(self) -> dict[str, Any]:
-        """Return the means, plain JSON but for NaN and infinity.
+        """Return the means, plain JSON except for NaN and infinity.
 
         ``kl`` is KL(original || new) and ``reverse_kl`` KL(new || original), in nats per token;
         ``top1_agreement`` the fraction of tokens with the same argmax.

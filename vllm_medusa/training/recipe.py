@@ -63,11 +63,12 @@ def complete_joint(
 def usual_rate(hidden_size: int) -> float:
     """Default peak learning rate: 1e-3, and more for narrow targets, up to 5e-3.
 
-    AdamW changes each weight by about the rate, so a layer's output by about rate times width, and
-    the logits by that times width again. 1e-3 is the reference recipe's, for a width of 4096; with
-    the test target's 256, 5e-3 learns far more in the same steps; at SmolLM2's 576 Hydra heads
-    learned at 7e-4 (loss of head 0 after 225 steps 3.6, pieces of 32 positions) and at 5e-4
-    (4.9 after 175, pieces of 128), not at 2.2e-3 (7.3 after 200, pieces of 128).
+    AdamW changes each weight by about the rate, hence a layer's output by about rate times width,
+    and the logits by that times width again. 1e-3 is the reference recipe's rate, for a width of
+    4096. At the test target's width of 256, 5e-3 learns far more in the same number of steps. At
+    SmolLM2's width of 576, Hydra heads learned at 7e-4 (loss of head 0: 3.6 after 225 steps, pieces
+    of 32 positions) and at 5e-4 (4.9 after 175, pieces of 128), but not at 2.2e-3 (7.3 after 200,
+    pieces of 128).
     """
     return min(5e-3, max(1e-3, 5e-3 * (256 / hidden_size) ** 2))
 

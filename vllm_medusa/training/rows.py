@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class Texts:
-    """Texts one after another; positions count from the first token of the first.
+    """Texts one after another; positions count from the first token of the first text.
 
     Attributes:
         records: the texts.
@@ -82,7 +82,7 @@ class Texts:
             yield from ((start, end) for start, end in spans if end - start >= 2)
 
     def record_of(self, position: int) -> int:
-        """The number of the text with a position."""
+        """The index of the text that contains a position."""
         return int(np.searchsorted(self.first, position, "right")) - 1
 
     def labels(self, rows: Tensor, num_heads: int, *, own: bool = False) -> Tensor:
@@ -97,7 +97,7 @@ class Texts:
         return found.masked_fill(label >= self.ends[rows, None], IGNORED)
 
     def after(self, rows: Tensor, num_heads: int) -> Tensor:
-        """The K tokens after each position: int64 [N, K]; other texts' tokens have no label."""
+        """The K tokens after each position: int64 [N, K]; tokens of another text have no label."""
         at = rows[:, None] + torch.arange(num_heads) + 1
         return self.tokens[at.clamp(max=len(self.tokens) - 1)]
 
@@ -116,8 +116,9 @@ def plan_steps(
 ) -> list[list[int]]:
     """Assign items to steps, in a new order in each epoch; a pure function, so runs can resume.
 
-    The rows of all epochs are one stream, of which a step takes ``batch``; an item belongs to the
-    step in which it starts. The last step takes the rest. Returns the items of each step.
+    The rows of all epochs form one stream, of which each step takes the next ``batch`` rows; an
+    item belongs to the step in which it starts. The last step takes the rest. Returns the items of
+    each step.
     """
     size, group = np.asarray(lengths, np.int64), np.arange(len(lengths))
     if groups is not None:
@@ -142,9 +143,9 @@ def deal(items: Sequence[int], lengths: Sequence[int], parts: int) -> list[list[
 
 
 def split_passes(items: Sequence[int], lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Split items into passes of at most ``size`` padded rows, longest first; longer ones alone.
+    """Split items into passes of at most ``size`` padded rows, longest first.
 
-    Items of similar length are grouped.
+    Items of similar length are grouped; an item longer than ``size`` has a pass of its own.
     """
     passes: list[list[int]] = []
     for item in sorted(items, key=lambda i: (-lengths[i], i)):

@@ -8,7 +8,7 @@ The heads' folder contains ``training/``::
     work/*.pt        checkpoints; work/ is removed when the run is complete
 
 A checkpoint is written to a temporary file, synced and renamed, after the log was synced up to its
-step, so it is always complete. It has the log's length; later lines are removed on resume. The run
+step, so it is always complete. It stores the log's length; later lines are removed on resume. A run
 is complete when the heads' ``config.json``, written last, exists.
 """
 
@@ -134,13 +134,13 @@ def check_output(output: Path) -> None:
 
 
 def check_inputs(output: Path, inputs: Mapping[str, str | Path | None]) -> None:
-    """Refuse inputs (with their names for messages; hub names are ignored) that are in the output.
+    """Refuse inputs that are in the output; ``inputs`` maps names, for messages, to paths.
 
-    Raises FileRefused: one is, or is inside, the output.
+    Hub names are ignored. Raises FileRefused: an input is, or is inside, the output.
     """
     for name, path in inputs.items():
         if path and Path(path).exists() and Path(path).resolve().is_relative_to(output.resolve()):
             raise FileRefused(
                 f"{name} {path} is in the output {output}, whose contents the run replaces. Choose "
-                "another --output, or move it elsewhere."
+                "another --output, or move the input elsewhere."
             )

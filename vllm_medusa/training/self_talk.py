@@ -39,8 +39,8 @@ def user_turn(messages: list[Message], tokenizer: Any) -> tuple[list[int], int]:
     header = before[common_length(before, render(messages, tokenizer)) :] if messages else before
     if not header.strip():
         raise PromptError(
-            "the chat template has no header before the user's text, so the target can't know that "
-            f"it should generate a user turn; it has {header!r}. Use it without --self-talk."
+            f"the chat template has no header before the user's text (only {header!r}), so nothing "
+            "makes the target generate a user turn. Use it without --self-talk."
         )
     end = turn_end(after, tokenizer)
     if end is None:

@@ -1,8 +1,8 @@
 """A transformers causal LM as the heads' target: hidden states and logits as computed by vLLM.
 
 Serving runs the backbone, including the final norm, then the LM head with bias, soft cap and
-scale (vLLM, ``model_executor/layers/logits_processor.py``). The heads' input is between both, so a
-model is a valid target only if its forward pass is these two steps. This is not assumed for an
+scale (vLLM, ``model_executor/layers/logits_processor.py``). The heads' input is between the two, so
+a model is a valid target only if its forward pass is these two steps. This is not assumed for an
 architecture but tested when the model is loaded: ``lm_head(hidden_states)`` must equal
 the logits of a whole forward pass.
 """
@@ -54,8 +54,8 @@ class Target:
     def __init__(self, model: PreTrainedModel) -> None:
         """Freeze ``model`` and check that it consists of a backbone and an LM head.
 
-        Raises TargetError: it has no LM head, or its logits are more than the LM head's output with
-        a bias, a soft cap and a scale.
+        Raises TargetError: it has no LM head, or its logits are not the LM head's output with a
+        bias, a soft cap and a scale.
         """
         self.model = model.eval().requires_grad_(False)
         config = model.config.get_text_config()
@@ -82,7 +82,7 @@ class Target:
         cls,
         source: str | Path,
         *,
-        dtype: torch.dtype = torch.float32,  # compute dtype; or bfloat16 or float16
+        dtype: torch.dtype = torch.float32,  # compute dtype: float32, bfloat16 or float16
         device: torch.device | str = "cpu",
         quantization: str | None = None,  # "4bit" (NF4) or "8bit" weights by bitsandbytes
     ) -> Target:
@@ -144,7 +144,7 @@ class Target:
     def lm_head_of(
         self, token_map: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Callable[[Tensor], Tensor]:
-        """The LM head over the tokens of ``token_map``, whose rows are gathered once, or all.
+        """The LM head over all tokens, or those of ``token_map``, whose rows are gathered once.
 
         It gives logits with the target's bias, soft cap and scale, as in serving: [..., H] of any
         float dtype -> [..., V or V_draft] in ``dtype`` (None: the LM head's own), or autocast's.
@@ -205,7 +205,7 @@ def target_dtype(choice: str, own: torch.dtype | None, device: torch.device) -> 
 
 
 def _possible_scales(config: Any) -> list[float]:
-    """Factors of the logits that a config may imply; 1 is tried last if it has one."""
+    """Possible factors of the logits: those in the config, if any, then 1."""
     factors = [
         float(value)
         for name in ("logit_scale", "lm_head_multiplier", "logits_scaling")

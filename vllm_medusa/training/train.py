@@ -28,7 +28,7 @@ from vllm_medusa.training.workers import Workers
 class Trained:
     """The result of training."""
 
-    output: Path  # their folder
+    output: Path  # folder of the heads
     summary: dict[str, Any]  # from their config.json: settings, accuracy, the target's quality
     main: bool = True  # False in other processes of a distributed run
 
@@ -72,7 +72,7 @@ def train(
     check_inputs(files.output, inputs)
     workers = Workers(options.machine.device)
     try:
-        if workers.main:  # others would check while this one creates it
+        if workers.main:  # others might check while this one creates the run
             check_output(files.output)
         else:
             progress = SILENT

@@ -59,7 +59,7 @@ class DynamicTree:
 
     @property
     def top_limit(self) -> int:
-        """Drafts per request beyond which drafting takes no longer.
+        """Number of drafts per request beyond which drafting takes no more time.
 
         A head runs for each depth; a beam expands more nodes for more drafts, up to its width.
         """

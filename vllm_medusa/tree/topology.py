@@ -5,8 +5,8 @@ head 1 under the first choice of head 0. The root is node 0, the last sampled to
 path; it is not a draft and never listed. Draft node ``i`` (from 1) has ``paths[i - 1]``.
 
 Stored paths are *parents first*: a node's parent has a smaller index. Hence the first ``n`` nodes
-of any tree are a tree again, which allows a scheduler to truncate a draft anywhere; listed best
-first, the rest is also the best part.
+of any tree are also a tree, which allows a scheduler to truncate a draft anywhere; if paths are
+listed best first, the remaining part is also the best one.
 
     paths (0,) (1,) (0, 0)          0          node 0: the root
                                    / \

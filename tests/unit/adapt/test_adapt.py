@@ -124,7 +124,7 @@ def test_an_invalid_target(refused, arguments, tmp_path):
     broken = tmp_path / "target"
     broken.mkdir()
     arguments[1] = str(broken)
-    assert "not a model that can be read" in refused()
+    assert "can't be read as a model" in refused()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET / name, broken)
     assert "weights" in refused()

@@ -215,7 +215,7 @@ def test_the_output_contains_heads_and_their_figures(adapt):
     assert written_by_adapt(output) == adapt.plan(training=StepOptions(seed=3), budgets=(1, 3)).key
     page = (output / "report.md").read_text()
     for words in (
-        "Fastest on this machine: 3 draft nodes, 1.40 times plain vLLM.",
+        "Fastest on this machine: 3 draft nodes, 1.40x plain vLLM's throughput.",
         "The heads' own tree has 3 draft nodes; ",
         "| **3** | **1.50** |",
         "| 1 | t + 3 | 0.250 | 0.400 | 0.400 |",

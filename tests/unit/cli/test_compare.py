@@ -70,8 +70,8 @@ def test_every_budget_is_measured_and_the_fastest_is_named(arguments, tmp_path, 
     assert document["automatic"]["ratio"] == pytest.approx(2.5)
     assert document["automatic"]["identical"]
     said = capsys.readouterr().out
-    assert "4 draft nodes, 2.00 times plain vLLM" in said
-    assert "With automatic trees it is 2.50 times plain vLLM." in said
+    assert "4 draft nodes, 2.00x plain vLLM's throughput" in said
+    assert "Automatic trees reach 2.50x." in said
     assert "| **4** |" in said and "| automatic |" in said
     assert len(Engine.started) == 4  # plain vLLM once
 
@@ -97,7 +97,7 @@ def test_a_short_time_uses_fewer_prompts(arguments, tmp_path, capsys):
     assert (document["prompts"], document["rounds"]) == (6, 1)
     assert document["rows"][0]["requests"] == 6
     said = " ".join(capsys.readouterr().err.split())
-    assert "measuring 1 round of 6 prompts, not 3 of 10" in said
+    assert "measuring 1 round of 6 prompts instead of 3 of 10" in said
 
 
 def test_only_earlier_figures_are_replaced(arguments, tmp_path, capsys):

@@ -110,7 +110,7 @@ def test_contradictions_are_refused(prompts, tmp_path, options, message, engine,
     ("model", "words"),
     [
         (TARGET, "--self-talk needs a chat template"),
-        (None, "is not a model that can be read"),
+        (None, "can't be read as a model"),
     ],
 )
 def test_self_talk_is_checked_before_an_engine_starts(

@@ -199,7 +199,7 @@ def test_refused_before_anything_is_written(data, tmp_path, capsys):
         (tmp_path / "empty", whole, "no usable records"),
         (tmp_path / "empty", (), "no usable records"),
         (tmp_path / "foreign", (), "line 1: token_ids[1] is 600"),
-        (tmp_path / "cut", (), "whole distributions. Train with --labels tokens"),
+        (tmp_path / "cut", (), "full distributions. Train with --labels tokens"),
         (records, ("--max-kl", "1"), "an option of --method medusa-2"),
         (records, ("--heldout", str(records)), "none of its 24 usable records"),
         (records, ("--seed", "-1"), "--seed: '-1' is not allowed; input should be greater"),

@@ -44,7 +44,7 @@ def test_fewer_nodes_than_requested(heads, capsys):
     replace(Observations.load(heads), num_ranks=1).save(heads)
     assert run("tree", heads) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "there are 5 of 5 heads with 1 choices each" in said
+    assert "the tree has 5, from 5 heads with 1 choices each" in said
     assert len(medusa(heads)["tree"]) == 5
 
 

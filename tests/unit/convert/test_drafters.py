@@ -82,7 +82,7 @@ def test_layers_are_numbered_as_each_reader_expects(source: str, tmp_path: Path)
 
 
 def test_unsupported_features_of_a_layout_are_refused(source: str, tmp_path: Path) -> None:
-    with pytest.raises(HeadsError, match="EAGLE drafters can be native, safeailab"):
+    with pytest.raises(HeadsError, match="EAGLE drafters can be written as native, safeailab"):
         convert(source, "tgi", tmp_path / "new")
     config = config_of(Path(source)) | {"norm_before_residual": True}
     (Path(source) / "config.json").write_text(json.dumps(config))
