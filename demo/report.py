@@ -1,4 +1,4 @@
-"""What the demo prints: texts with their drafted tokens marked, the table, the conclusion."""
+"""The demo's printed output: texts with marked drafted tokens, the table, and the conclusion."""
 
 from __future__ import annotations
 

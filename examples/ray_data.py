@@ -3,12 +3,12 @@
     pip install 'vllm-medusa[cpu,ray]'
     python examples/ray_data.py TARGET HEADS --prompts prompts.jsonl --output results --replicas 2
 
-Without `--address`, a local cluster is started. `--cpus N` is for machines without GPUs:
-the cores that Ray reserves for each replica. Results are JSON lines in the folder, in any order,
-identified by `id`. A replica that dies is restarted, and its prompts are run again. If the job
-is interrupted, the same command resumes: prompts that have a result are skipped. Results do not
-include acceptance, because Ray's processor does not return it. With `--records` the
-lines are training records as written by `vllm-medusa distill` (for `train`: `cat results/*.json`).
+Without `--address`, a local cluster is started. On machines without GPUs, `--cpus N` sets the
+number of cores that Ray reserves for each replica. Results are JSON lines in the folder, in any
+order, identified by `id`. A replica that dies is restarted, and its prompts are run again. If the
+job is interrupted, the same command resumes: prompts that have a result are skipped. Results do not
+include acceptance, because Ray's processor does not return it. With `--records` the lines are
+training records as written by `vllm-medusa distill` (for `train`: `cat results/*.json`).
 """
 
 from __future__ import annotations
