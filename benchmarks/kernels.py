@@ -65,8 +65,8 @@ class KernelsOptions(Options):
     fp8: bool = option("e4m3 caches instead of bf16", default=False)
     chunk: FromZero = option("rows of a prompt in addition to trees", default=0)
     head_size: Positive = option(default=128)
-    stages: FromZero = option("stages of Triton's pipeline; 0: as chosen", default=0)
-    per_sm: FromZero = option("programs per multiprocessor; 0: as chosen", default=0)
+    stages: FromZero = option("stages of Triton's pipeline; 0: the default", default=0)
+    per_sm: FromZero = option("programs per multiprocessor; 0: the default", default=0)
 
 
 @dataclass(frozen=True)

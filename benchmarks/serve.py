@@ -53,7 +53,7 @@ class ServeOptions(EngineOptions):
     rates: tuple[Above, ...] = option("requests per second", default=(0.25, 0.5, 1.0, 2.0, 4.0))
     ramp: AtLeastZero = option("rate at the top of the ramp; 0: none", default=4.0)
     duration: Above = option("seconds of arrivals per rate; a ramp has twice as many", default=30.0)
-    rounds: Positive = option("rounds over all servers, each with other arrivals", default=2)
+    rounds: Positive = option("rounds over all servers, each with different arrivals", default=2)
     nodes: tuple[Positive, ...] = option("draft nodes of fixed-size trees", default=(4,))
 
 

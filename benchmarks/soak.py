@@ -180,7 +180,7 @@ def problem_of(planned: Request, answer: Any, wanted: dict[str, dict[str, Any]])
         return "" if got == plain else f"{planned.key[:300]}: {got}, plain {plain}"
     if answer.error:
         return f"{planned.key[:300]}: {answer.error}"
-    return "" if answer.cancelled or None not in answer.reasons.values() else "it has no end"
+    return "" if answer.cancelled or None not in answer.reasons.values() else "no finish reason"
 
 
 def _lost(lost: int, left: float, answers: Sequence[Any]) -> str:

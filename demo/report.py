@@ -63,7 +63,7 @@ def figures(console: Console, recording: Recording) -> None:
     )
     if any(row.ratio < 1 for row in recording.figures()):
         console.print(
-            "Some ratios are below 1x: a busy machine slows steps with drafts most. "
+            "Some ratios are below 1x: other load slows down steps with drafts most. "
             "Run it on an idle machine.",
             style="yellow",
         )

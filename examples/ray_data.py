@@ -53,7 +53,7 @@ def main() -> None:
         "--prompts", type=Path, required=True, help='JSON lines with "id" and "prompt"'
     )
     parser.add_argument("--output", type=Path, required=True, help="a folder")
-    parser.add_argument("--replicas", type=int, default=1, help="at most")
+    parser.add_argument("--replicas", type=int, default=1, help="max number of replicas")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=16, help="prompts per block of results")
