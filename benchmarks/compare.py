@@ -5,10 +5,10 @@
     python -m benchmarks drafters --drafter HEADS --others HYDRA EAGLE3
 
 These are one benchmark with different defaults. With --rounds 0 nothing is timed: tokens per step
-depend only on the texts, so the machine may be busy; values after +- are standard errors over
-prompts. With --waves 3 a turn has three answers per batch slot: a slot whose
-answer has ended is reused by the next request, as in a server. Each answer then has its own
-length, 0.5 to 1.5 of --max-tokens, because answers of equal length end together only in plain vLLM.
+depend only on the texts, so other load on the machine does not matter; values after +- are standard
+errors over prompts. With --waves 3 a turn has three answers per batch slot: when an answer has
+ended, the next request takes its slot, as in a server. Each answer then has its own length, 0.5 to
+1.5 of --max-tokens, because answers of equal length end together only in plain vLLM.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Comparison of engines: each in a subprocess, on the same prompts, alternating with plain vLLM.
 
-An arm is one way to decode. Every arm alternates with plain vLLM (A B A B), so that disturbances of
-the machine affect both; a ratio is the median over rounds of throughputs, prefills included. In
+An arm is one way to decode. Every arm alternates with plain vLLM (A B A B), so that other load on
+the machine affects both; a ratio is the median over rounds of throughputs, prefills included. In
 float32 all tokens must equal plain vLLM's, in every round and at every temperature (requests are
-seeded). In other dtypes near-ties depend on the number of rows, in plain
-vLLM too: different answers are counted, and at temperature 0 the largest difference of the two
-tokens' logits in float32 is reported.
+seeded). In other dtypes, near-ties are resolved differently depending on the number of rows, in
+plain vLLM too: different answers are counted, and at temperature 0 the largest difference of the
+two tokens' logits in float32 is reported.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Arm:
 
     name: str
     config: Mapping[str, Any] | None = None  # its `speculative_config`
-    what: Mapping[str, Any] = field(default_factory=dict)  # further columns of its rows
+    what: Mapping[str, Any] = field(default_factory=dict)  # additional columns of its rows
     stock: bool = False  # vLLM's own speculation, without this plugin
     request: Mapping[str, Any] | None = None  # `extra_args` of its requests
     against: str = ""  # an earlier arm as reference for gains
@@ -132,7 +132,7 @@ class ArmSampling(Sampling):
 
 
 class Remembered:
-    """Plain vLLM where only tokens are compared: each group of prompts is answered once."""
+    """Plain vLLM for comparing tokens only: each group of prompts is generated once and cached."""
 
     def __init__(self, engine: EngineProcess) -> None:
         self.engine = engine
@@ -148,7 +148,7 @@ class Remembered:
         return self.found[key]
 
 
-Judge = Callable[[Sequence[Result]], dict[str, Any]]  # answers by prompt -> further numbers
+Judge = Callable[[Sequence[Result]], dict[str, Any]]  # answers by prompt -> additional numbers
 
 
 def compare(

@@ -3,9 +3,9 @@
     python -m benchmarks grammar                            # steps, schema by schema
     python -m benchmarks grammar --rounds 7 --batch 1 16    # times, all schemas mixed
 
-Masks follow every branch of a tree; the grammar chooses nodes among the drafter's candidates
-and adds tokens that it nearly forces. Answers must equal plain vLLM's, and be JSON if
-complete.
+Masks follow every branch of a tree; the grammar selects nodes from the drafter's candidates, and
+where it allows only a few tokens, these are added. Answers must equal plain vLLM's, and complete
+ones must be JSON.
 """
 
 from __future__ import annotations

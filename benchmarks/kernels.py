@@ -2,11 +2,11 @@
 
     python -m benchmarks kernels step
 
-Calls run back to back in a CUDA graph, each on another copy of the cache, so that none finds its
-keys in the L2 cache, as in the layers of a model. For comparison, on contiguous caches of the same
-shapes: torch's FlashAttention and cuDNN without mask, which read as much but do not support
-trees, and its memory-efficient kernel with the tree's mask. Heads that share a key head are folded
-into the rows for them too. Every result is checked at the last request.
+Calls run back to back in a CUDA graph, each on a different copy of the cache, so that the keys are
+never in the L2 cache, as in the layers of a model. For comparison, on contiguous caches of the same
+shapes: torch's FlashAttention and cuDNN without a mask, which read the same amount but do not
+support trees, and its memory-efficient kernel with the tree's mask. For them too, query heads that
+share a key head are folded into the rows. Every result is checked for the last request.
 
     floor        bytes of keys and values, read once, over the measured copy bandwidth
     arithmetic   4 * rows * heads * keys * head size over the measured bf16 matmul rate; where it
@@ -65,8 +65,8 @@ class KernelsOptions(Options):
     fp8: bool = option("e4m3 caches instead of bf16", default=False)
     chunk: FromZero = option("rows of a prompt in addition to trees", default=0)
     head_size: Positive = option(default=128)
-    stages: FromZero = option("stages of Triton's pipeline; 0: as chosen", default=0)
-    per_sm: FromZero = option("programs per multiprocessor; 0: as chosen", default=0)
+    stages: FromZero = option("stages of Triton's pipeline; 0: the default", default=0)
+    per_sm: FromZero = option("programs per multiprocessor; 0: the default", default=0)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Spec:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all keys and values that the step needs."""
+        """Bytes of all keys and values that the step reads."""
         return sum(self.lengths) * 2 * self.kv_heads * self.head_size * self.cache.itemsize
 
     @property
@@ -118,7 +118,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Setup:
-    """A spec in memory: one query, and enough caches to keep the L2 cold."""
+    """A spec in memory: one query, and enough caches that no call hits the L2 cache."""
 
     spec: Spec
     query: Tensor  # [T, Hq, D]
@@ -142,7 +142,7 @@ class Memory:
     """One allocation for all timed caches, filled once with random values.
 
     A cache on an H200 can be 34 GB: allocating and filling it for each shape would take longer
-    than all measurements. Values matter: on zeros a GPU clocks higher.
+    than all measurements. Values matter: with zeros a GPU runs at higher clocks.
     """
 
     def __init__(self, device: str) -> None:
@@ -274,7 +274,7 @@ def specs(options: KernelsOptions) -> Iterator[Spec]:
 def other_tiles(stages: int, per_sm: int) -> Iterator[None]:
     """Within the block, use these values instead of those chosen by `tile_sizes`; 0: unchanged.
 
-    So the two choices that were not confirmed on a GPU can be compared with others.
+    This compares the two choices that were not confirmed on a GPU with alternatives.
     """
     from vllm_medusa.scorer import launch
 

@@ -133,8 +133,8 @@ def _record(engine: Any, steps: list[Step]) -> None:
 def average_parts(steps: Sequence[Step]) -> dict[str, float]:
     """Mean milliseconds of each part over the middle half, by duration, of the decode steps.
 
-    The middle half, because otherwise a stall of the machine would be attributed to the affected
-    part; a mean, because then the parts add up to the step.
+    Only the middle half, because otherwise a stall of the machine would be attributed to one part;
+    a mean, so that the parts add up to the step.
     """
     decode = sorted((step for step in steps if step[1]), key=lambda step: step[0])
     middle = decode[len(decode) // 4 : max(1, 3 * len(decode) // 4)]

@@ -79,7 +79,7 @@ def _cell(value: Any, format_: str) -> str:
 
 
 def _short(reason: str) -> str:
-    """The first non-blank line, without characters that would end a cell."""
+    """The first non-blank line, without characters that would end a table cell."""
     line = next(line for line in reason.splitlines() if line.strip())
     return line.replace("|", "/")[:_SHOWN_REASON]
 

@@ -61,7 +61,7 @@ class Lines(Progress):
 
 
 def load(name: str) -> Case:
-    """The case of a name, or of any other module with a `CASE`."""
+    """The case of a name, or the `CASE` of any other module."""
     module, _, attribute = CASES[name][0].partition(".") if name in CASES else (name, "", "CASE")
     package = "benchmarks." if name in CASES else ""
     case = getattr(import_module(package + module), attribute)

@@ -2,14 +2,14 @@
 
     python -m benchmarks serve --rates 0.5 1 2
 
-Requests arrive as a Poisson process at given rates, from idle to above plain vLLM's capacity, and
-in a ramp up and down, independent of answers. All servers run, one at a time under load, with
-the same prompts, seeds and arrivals: A B C A, then in reverse. Plain vLLM has two rows, whose
-difference is noise. Requests are sent and timed by vLLM's own `vllm bench
+Requests arrive as a Poisson process at given rates, from near idle to above plain vLLM's capacity,
+and in a ramp up and down, independently of answers. All servers are running, but only one at a time
+is under load, with the same prompts, seeds and arrivals: A B C A, then in reverse. Plain vLLM has
+two rows; their difference shows the noise. Requests are sent and timed by vLLM's own `vllm bench
 serve`; answers must equal plain vLLM's.
 
-TPOT is a request's time after its first token, divided by the number of these tokens. Tokens
-accepted together arrive together; ITL is the time between two such arrivals.
+TPOT is a request's time after its first token, divided by the number of the remaining tokens.
+Tokens accepted together arrive together; ITL is the time between two such arrivals.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ServeOptions(EngineOptions):
     rates: tuple[Above, ...] = option("requests per second", default=(0.25, 0.5, 1.0, 2.0, 4.0))
     ramp: AtLeastZero = option("rate at the top of the ramp; 0: none", default=4.0)
     duration: Above = option("seconds of arrivals per rate; a ramp has twice as many", default=30.0)
-    rounds: Positive = option("rounds over all servers, each with other arrivals", default=2)
+    rounds: Positive = option("rounds over all servers, each with different arrivals", default=2)
     nodes: tuple[Positive, ...] = option("draft nodes of fixed-size trees", default=(4,))
 
 
@@ -250,7 +250,7 @@ def ask(url: str, planned: Sequence[Any], seconds: float) -> dict[str, Any]:
 def server(
     arm: Arm, options: EngineOptions, more: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
-    """The address of an arm's ready server. It ends with its process group, and with this process.
+    """Yield a ready server's address; its process group ends with the block, or with this process.
 
     ``more`` are options of vLLM that extend or override those of the arm.
 

@@ -2,11 +2,11 @@ r"""A server under thousands of mixed requests: checks for lost or wrong answers
 
     make soak
 
-Sixty-four concurrent clients, of the official `openai` package, send a server with heads
-completions, chats, streams, tools, schemas, several choices, penalties and stop strings; some
+Sixty-four concurrent clients of the official `openai` package send requests to a server with heads:
+completions, chats, streams, tools, schemas, several choices, penalties and stop strings. Some
 disconnect during a stream, some send invalid requests. Requests with a fixed answer (temperature 0,
 seeds) are first sent to a plain server. Leaks are detected by the growth of the private memory of
-the server's and the engine's process over the second half.
+the server and engine processes during the second half of the requests.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def problem_of(planned: Request, answer: Any, wanted: dict[str, dict[str, Any]])
         return "" if got == plain else f"{planned.key[:300]}: {got}, plain {plain}"
     if answer.error:
         return f"{planned.key[:300]}: {answer.error}"
-    return "" if answer.cancelled or None not in answer.reasons.values() else "it has no end"
+    return "" if answer.cancelled or None not in answer.reasons.values() else "no finish reason"
 
 
 def _lost(lost: int, left: float, answers: Sequence[Any]) -> str:

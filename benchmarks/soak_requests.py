@@ -1,7 +1,7 @@
-"""Requests of all kinds for a server, from a seed; and their answers.
+"""Requests of all kinds for a server, generated from a seed, and their answers.
 
-An answer is recorded so that two servers can be compared: status and type of
-an error, or for each choice text or tool calls and the finish reason.
+An answer is recorded so that two servers can be compared: the status and type of an error, or for
+each choice the text or tool calls and the finish reason.
 """
 
 from __future__ import annotations

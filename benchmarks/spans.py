@@ -1,7 +1,7 @@
 """Timers around the parts of an engine's step, by wrapping methods of the live objects.
 
-Every span counts *exclusive* time: the time of a nested span is not counted in the outer one, so
-the spans of a step add up to the step.
+Every span measures *exclusive* time: the time of a nested span is not counted in the outer one, so
+the spans of a step add up to its total time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Spans:
     def hook(self, owner: Any, name: str, label: str, within: dict[str, str] | None = None) -> None:
         """Times `owner.name`, if it exists, as `label`.
 
-        ``within`` has labels to use instead if the directly enclosing span has the given label.
+        ``within`` maps the label of the directly enclosing span to the label to use instead.
         """
         function: Callable[..., Any] | None = getattr(owner, name, None)
         if function is None:

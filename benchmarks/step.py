@@ -2,12 +2,12 @@
 
     python -m benchmarks kernels step
 
-Weights are random, the verdict is planted (see `benchmarks.gpu.decoder`), so that every step
-accepts five drafts and moves their keys and values. Two kinds of heads are timed: with separate
-LM heads, as published for Medusa, and with the target's LM head for all.
+Weights are random, and the verdict is planted (see `benchmarks.gpu.decoder`), so that every step
+accepts five drafts and moves their keys and values. Two kinds of heads are timed: with separate LM
+heads, as published for Medusa, and with the target's LM head for all.
 
     step      everything, as one graph
-    score     forward pass, logits, argmax       attention  of it, all layers
+    score     forward pass, logits, argmax       attention  its attention, all layers
     verify    walk and compaction                propose    heads, top-k, the next tree
     lookup    not part of the step: copies from texts as long as the context, launched eagerly
 
@@ -94,7 +94,7 @@ def make_heads(target: Target, own: bool) -> HeadLogits:
 
 
 def make_lookup(batch: int, context: int, nodes: int, device: str) -> Callable[[], None]:
-    """A step of lookup with texts of few different tokens, in which short matches are common."""
+    """A step of lookup on texts with few distinct tokens, in which short matches are common."""
     rows = torch.arange(batch, device=device)
     texts = torch.randint(100, (batch, context), dtype=torch.int32, device=device)
     lengths, new, depth = (torch.full_like(rows, number) for number in (context, 1, nodes - 1))
@@ -115,7 +115,7 @@ def measure(
     own: HeadLogits,
     shared: HeadLogits,
     clock: Clock,
-    plain: dict[str, float],  # of the plain step, filled by its measurement
+    plain: dict[str, float],  # time of the plain step, set when it is measured
 ) -> Row:
     """The parts and the whole, for one number of nodes; every step must accept planted drafts."""
     batch, context, nodes = what["batch"], what["context"], what["nodes"]

@@ -57,7 +57,7 @@ def run(options: TypicalOptions, progress: Progress) -> Iterator[Row]:
 
 
 class Judge:
-    """Text quality, as rated by the target itself in transformers."""
+    """Text quality according to the target itself, in transformers."""
 
     def __init__(self, target: str) -> None:
         import torch

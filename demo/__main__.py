@@ -146,7 +146,7 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
                 "enforce_eager": eager,
                 "enable_prefix_caching": False,
                 "kv_cache_memory_bytes": 1 << 29,
-                "max_model_len": -1,  # as long as fits
+                "max_model_len": -1,  # the longest that fits into the cache
             },
             progress,
         ),

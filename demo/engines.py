@@ -61,7 +61,7 @@ class Start(Thread):
         self.start()
 
     def run(self) -> None:
-        """Start the engine, then wait: a child process ends with the thread that started it."""
+        """Start the engine, then wait: if this thread ended, the child process would end too."""
         try:
             self.engine.set_result(EngineProcess(*self._given))
         except Exception as error:

@@ -3,8 +3,8 @@
     python -m demo.packed FOLDER OUTPUT --target TARGET     # pack a drafter
 
 One-dimensional tensors are unchanged, except that ids become int32. LM head rows copied from the
-target are omitted and restored from the target. Rounding the drafter does not change what
-is generated, only how much of it is accepted.
+target are omitted and restored from the target. Rounding the drafter does not change which tokens
+are generated, only how many drafts are accepted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def pack(folder: Path, output: Path, target: Path | None = None) -> None:
 
 
 def unpack(folder: Path, output: Path, target: Path) -> None:
-    """Write the drafter that was passed to `pack`, with rounded matrices; replaces ``output``.
+    """Write the drafter that was passed to `pack`, with its matrices rounded; replaces ``output``.
 
     ``target`` is the folder of its target model.
 

@@ -69,7 +69,7 @@ class Take:
         return tokens / spent if tokens and spent > 0 else 0.0
 
     def status(self, clock: float) -> str:
-        """A line with the clock, which stops at the end, tokens and speed."""
+        """A line with the elapsed time, which stops at the end, the tokens and the speed."""
         tokens = sum(len(step.pieces) for step in self.done(clock))
         end = ", done" if clock >= self.seconds else ""
         return (
@@ -103,7 +103,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Time until both are done, if they had started together."""
+        """Time until both answers are complete, if both engines started at the same time."""
         return max(self.plain.seconds, self.drafted.seconds)
 
     @property

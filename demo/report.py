@@ -1,4 +1,4 @@
-"""What the demo prints: texts with their drafted tokens marked, the table, the conclusion."""
+"""The demo's printed output: texts with marked drafted tokens, the table, and the conclusion."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def figures(console: Console, recording: Recording) -> None:
     )
     if any(row.ratio < 1 for row in recording.figures()):
         console.print(
-            "Some ratios are below 1x: a busy machine slows steps with drafts most. "
+            "Some ratios are below 1x: other load slows down steps with drafts most. "
             "Run it on an idle machine.",
             style="yellow",
         )

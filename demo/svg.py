@@ -174,7 +174,7 @@ class _Drawing:
         self._clock(x, take, began)
 
     def _clock(self, x: float, take: Take, began: float) -> None:
-        """A strip with one line per tick, seen through a window of one line."""
+        """A strip with one line per tick, of which one line is visible at a time."""
         ticks = math.ceil(take.seconds / _TICK)
         far = ticks * _LINE
         name = f"c{len(self.rules)}"
@@ -193,7 +193,7 @@ class _Drawing:
         self.body.append("</g></svg>\n")
 
     def _appear(self, opacities: dict[float, int]) -> str:
-        """The attribute that animates an element: its opacity from given seconds on."""
+        """The attribute that animates an element: its opacity from each given time on."""
         steps = "".join(f"{self._percent(t)}{{opacity:{o}}}" for t, o in opacities.items())
         name = f"k{len(self.rules)}"
         self.rules.append(f"@keyframes {name}{{{steps}}}\n")

@@ -1,4 +1,4 @@
-"""Generate with tree Medusa: one engine, a few prompts.
+"""Generate with Medusa trees: one engine, a few prompts.
 
 Run from a clone after `make setup`:
 
@@ -22,7 +22,7 @@ def main() -> None:
     llm = LLM(
         model=TARGET,
         dtype="float32",
-        gpu_memory_utilization=0.5,  # CPUs rarely have vLLM's default, 0.92, free
+        gpu_memory_utilization=0.5,  # on CPUs, vLLM's default of 0.92 is rarely free
         speculative_config={
             "method": "medusa",
             "model": HEADS,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Find the best tree for heads: measure them on texts that the target generated for held-out prompts,
-# then build and draw the tree with its estimates. It is written into the heads' config.
+# Find the best tree for heads: measure their accuracy on texts that the target generated for
+# held-out prompts, then build the tree, write it to the heads' config, and draw it with estimates.
 #
 #     examples/calibrate_and_tree.sh                       # a copy of the test model's heads
 #     examples/calibrate_and_tree.sh TARGET HEADS PROMPTS.jsonl FOLDER
@@ -16,6 +16,7 @@ $medusa distill "$target" --prompts "$prompts" --output "$out/records.jsonl" \
 $medusa calibrate "$target" "$out/heads" --data "$out/records.jsonl"
 $medusa tree "$out/heads" --num-draft-tokens 16
 
-# Compare with plain vLLM for several tree sizes. (These prompts were calibrated on; use others.)
+# Compare with plain vLLM for several tree sizes. (The heads were calibrated on these prompts; use
+# other ones.)
 $medusa compare "$target" "$out/heads" --prompts "$out/records.jsonl" --temperature 0.8 \
     --budgets 4 8 16 --limit 4

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Convert heads between formats: detect a checkpoint's format, convert it, and convert it back, bit for
-# bit. Formats: native, vllm, v1 and v2 (the reference implementation's), tgi, tensorrt-llm.
+# Convert heads between formats: detect a checkpoint's format, convert it, and convert it back, with
+# identical bits. Formats: native, vllm, v1 and v2 (the reference implementation's), tgi and
+# tensorrt-llm.
 #
 #     examples/convert_heads.sh                            # the test model's heads
 #     examples/convert_heads.sh HEADS TARGET FOLDER [FORMAT]

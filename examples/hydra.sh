@@ -4,7 +4,7 @@
 #     examples/hydra.sh                                    # the test target, minutes on two cores
 #     examples/hydra.sh TARGET PROMPTS.jsonl FOLDER
 #
-# If interrupted, run the script again: each command resumes. Serving needs no tree:
+# If interrupted, run the script again: each command resumes. Serving does not need the tree:
 # vllm-medusa serve TARGET --speculative-model FOLDER/heads
 set -euo pipefail
 cd "$(dirname "$0")/.."

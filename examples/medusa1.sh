@@ -5,7 +5,7 @@
 #     examples/medusa1.sh TARGET PROMPTS.jsonl FOLDER
 #
 # If interrupted, run the script again: each command resumes. More and longer texts give
-# better heads: --samples, --max-tokens and --epochs are small here.
+# better heads: --samples, --max-tokens and --epochs have small values here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${1:-tests/assets/target} prompts=${2:-tests/assets/prompts.jsonl} out=${3:-.demo/medusa1}

@@ -6,9 +6,9 @@
 `--help` lists the options, the prompt formats and the result fields. It can be interrupted at any
 time, by Ctrl-C or `kill -9`; the same command resumes.
 
-To write your own job, use `vllm_medusa.offline`: `read_prompts` reads text, JSON-lines
-and Parquet files, `run_batch` keeps the engine's batch full and yields each finished result, and
-`ResultLog` is a results file that survives a kill.
+To write your own job, use `vllm_medusa.offline`: `read_prompts` reads text, JSON-lines and Parquet
+files, `run_batch` keeps the engine's batch full and yields each result when it is finished, and
+`ResultLog` is a results file that stays valid if the process is killed.
 """
 
 import sys

@@ -3,12 +3,12 @@
     pip install 'vllm-medusa[cpu,ray]'
     python examples/ray_data.py TARGET HEADS --prompts prompts.jsonl --output results --replicas 2
 
-Without `--address`, a local cluster is started. `--cpus N` is for machines without GPUs:
-the cores that Ray reserves for each replica. Results are JSON lines in the folder, in any order,
-identified by `id`. A replica that dies is restarted, and its prompts are run again. If the job
-is interrupted, the same command resumes: prompts that have a result are skipped. Results do not
-include acceptance, because Ray's processor does not return it. With `--records` the
-lines are training records as written by `vllm-medusa distill` (for `train`: `cat results/*.json`).
+Without `--address`, a local cluster is started. On machines without GPUs, `--cpus N` sets the
+number of cores that Ray reserves for each replica. Results are JSON lines in the folder, in any
+order, identified by `id`. A replica that dies is restarted, and its prompts are run again. If the
+job is interrupted, the same command resumes: prompts that have a result are skipped. Results do not
+include acceptance, because Ray's processor does not return it. With `--records` the lines are
+training records as written by `vllm-medusa distill` (for `train`: `cat results/*.json`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
         "--prompts", type=Path, required=True, help='JSON lines with "id" and "prompt"'
     )
     parser.add_argument("--output", type=Path, required=True, help="a folder")
-    parser.add_argument("--replicas", type=int, default=1, help="at most")
+    parser.add_argument("--replicas", type=int, default=1, help="max number of replicas")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=16, help="prompts per block of results")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the wheel, install it with its extras into a fresh environment, and test there, without the
-# clone, what the README promises. Takes about ten minutes; the exit status is 0 on success.
+# Build the wheel, install it with its extras into a fresh environment, and test what the README
+# promises there, outside the clone. Takes about ten minutes; the exit status is 0 on success.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 readonly PYTHON="${PYTHON:-python3}"

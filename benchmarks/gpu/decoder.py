@@ -27,7 +27,7 @@ HeadLogits = Callable[[Tensor], Tensor]  # hidden [B, H] -> [B, heads, V]
 
 
 def step_tree(nodes: int) -> TokenTree:
-    """A tree of ``nodes`` nodes for five heads: their best choices, then a published tree's."""
+    """A tree of ``nodes`` nodes for five heads: the best choices, then a published tree's paths."""
     chain = [(0,) * depth for depth in range(1, 6)]
     paths = [*chain, *(p for p in load_preset("vicuna_7b_stage2").paths if p not in chain)]
     return TokenTree.from_paths(paths[: nodes - 1]) if nodes > 1 else TokenTree(())

@@ -1,6 +1,6 @@
 """A Llama-shaped target with random weights over a paged cache: ten launches per layer.
 
-Linear layers use cuBLAS, attention the package's kernel, operations in between `kernel`.
+Linear layers use cuBLAS, attention uses the package's kernel, and other operations use `kernel`.
 """
 
 from __future__ import annotations

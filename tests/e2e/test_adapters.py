@@ -72,7 +72,7 @@ def test_adapters_in_one_batch(llm: LLM, plain: list[Outcome], adapters: list[An
 def test_cached_prefixes_belong_to_an_adapter(
     llm: LLM, plain: list[Outcome], adapters: list[Any]
 ) -> None:
-    """Same prompts again: each reads what was written with its own adapter."""
+    """The same prompts again: each reads the entries that were written with its own adapter."""
     before = metric(llm, "prefix_cache_hits")
     with planted_by_seed(by_seed(plain), VOCAB):
         got = outcomes(llm, *requests(adapters))
@@ -81,7 +81,7 @@ def test_cached_prefixes_belong_to_an_adapter(
 
 
 def test_heads_draft_with_the_target_s_own_lm_head(llm: LLM) -> None:
-    """Rows of heads are not rows of the step, whose adapters the wrapped LM head would add."""
+    """The wrapped LM head would apply the adapters of the step's rows to the heads' rows."""
     core: Any = llm.llm_engine.engine_core
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
     drafter, target = (runner.speculator if ON_V2 else runner).drafter, runner.model

@@ -38,7 +38,7 @@ class Model:
 
 
 def amplify(gemma: Any) -> None:
-    """Let the layers outweigh the embedding, which Gemma scales up; else it repeats its input."""
+    """Make the layers outweigh the embedding, which Gemma scales up, or it repeats its input."""
     for layer in gemma.model.layers:
         layer.post_attention_layernorm.weight.fill_(9.0)
         layer.post_feedforward_layernorm.weight.fill_(9.0)

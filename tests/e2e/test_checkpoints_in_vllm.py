@@ -1,7 +1,7 @@
 """Other forms of heads in real vLLM: plain vLLM's tokens, and the acceptance of trained heads.
 
-Equal heads must accept the same drafts in every step; a tensor in the wrong place would not. That
-every format is read as the same heads is tested in `unit/heads/test_checkpoint.py`.
+Equal heads must accept the same drafts in every step; with a tensor in the wrong place they would
+not. That every format is read as the same heads is tested in `unit/heads/test_checkpoint.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests that continue where others end: past an ignored end, or with later input."""
+"""Requests that continue where others end: after an ignored end token, or with later input."""
 
 from __future__ import annotations
 

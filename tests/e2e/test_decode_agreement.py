@@ -1,8 +1,8 @@
 """The engine accepts, step by step, the same drafts as decode.py: same heads, prompts and tree.
 
 decode.py is batch 1 over transformers; the engine runs all prompts together over a paged cache.
-They only share the algorithm, so a draft from the wrong hidden state, which equality with plain
-decoding can't detect, shows here.
+They share only the algorithm, so a draft from the wrong hidden state, which a comparison with plain
+decoding can't detect, is found here.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_seeded_samples_are_plain_vllms(
 def acceptance(running: Running, case: Fitted) -> tuple[float, float]:
     """Mean accepted drafts of a broken drafter, and the oracle's.
 
-    Tokens stay right; the steps of every prompt differ from the oracle's.
+    Tokens stay correct; the steps of every prompt differ from the oracle's.
     """
     kind, llm = running
     with recorded_steps() as steps:
@@ -135,7 +135,7 @@ def test_hidden_state_of_the_wrong_node(
 def test_another_map_costs_acceptance(
     running: Running, fitted_case: Fitted, monkeypatch: Patch
 ) -> None:
-    """A negative control: the rows belong to other tokens than those in the map."""
+    """A negative control: the rows belong to tokens other than those in the map."""
     if running[0] == "medusa":
         pytest.skip("static trees of Medusa heads are filled in one call")
     read, draft, asked = MedusaDrafter._read, HydraBeam.draft, []
@@ -162,7 +162,7 @@ def test_another_map_costs_acceptance(
 def test_a_siblings_token_costs_acceptance(
     running: Running, fitted_case: Fitted, monkeypatch: Patch
 ) -> None:
-    """A negative control: heads read a sibling's token, in a beam any other token."""
+    """A negative control: heads read a sibling's token, or in a beam any other token."""
     if running[0] == "medusa":
         pytest.skip("Medusa heads see no token")
     expand, draft = HydraStep.expand, HydraBeam.draft

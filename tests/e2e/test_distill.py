@@ -1,7 +1,8 @@
-"""A real target generates conversations, some with both sides; its spans are its own argmax.
+"""A real target generates conversations, some with both sides; its spans are its argmax.
 
-Its words are single tokens, so its answers have the same tokens in the next turn's prompt; but
-sometimes it generates a token without text, so that its conversation must be split in two records.
+Its words are single tokens, so its answers have the same tokens in the next turn's prompt.
+Sometimes, however, it generates a token without text, and its conversation must be split into two
+records.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def test_spans_are_the_targets_tokens(tmp_path: Path) -> None:
 
 
 def in_its_own_words(model: Any, record: Record) -> int:
-    """Tokens in the spans that are the target's argmax; a span off by one would show."""
+    """Tokens in the spans that are the target's argmax; a span that is off by one has fewer."""
     ids = torch.tensor([record.token_ids])
     with torch.no_grad():
         best = model(ids).logits[0].argmax(-1).tolist()

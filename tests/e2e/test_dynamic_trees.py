@@ -1,7 +1,7 @@
 """Dynamic trees: another topology for every request and step, the same tokens as plain vLLM.
 
-decode.py uses the same trees, so acceptance is compared step by step; random topologies
-replace the best ones to reach shapes that no head would choose.
+decode.py uses the same trees, so acceptance is compared step by step; random topologies replace the
+best ones to cover shapes that no head would choose.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ CONTROLS = [of_another_request, off_by_one]
 def test_a_wrong_topology_costs_acceptance(
     llm: LLM, reference: Reference, monkeypatch: Patch, control: Callable[[Patch], None]
 ) -> None:
-    """Never equality: attention, positions and the walk still use the same tree."""
+    """Tokens stay equal: attention, positions and the walk still use the same tree."""
     random_topologies(monkeypatch)
     right = run(llm, reference)
     control(monkeypatch)
@@ -203,7 +203,7 @@ def automatic(
         patch.setattr(startup_timing, "SECONDS", 300.0)  # complete all steps on a busy machine
         with engine(chaotic_llama, config, **FEW_ROWS) as first:
             assert policy_of(first).cost.steps > 20
-        # the very first is slow, and so is one after plain steps
+        # the first one is slow, and so is one after plain steps
         assert learned[:3] == [False, False, True]
         (file,) = costs.glob("*.json")
         document = json.loads(file.read_text())
@@ -217,7 +217,7 @@ def automatic(
 
 
 def test_steps_are_timed_at_start_up(automatic: LLM, costs: Path) -> None:
-    """The costs are stored for later engines; dummy requests leave no trace."""
+    """The costs are stored for later engines; dummy requests have no lasting effect."""
     (kept,) = (json.loads(file.read_text()) for file in costs.glob("*.json"))
     assert 20 < kept["steps"] <= policy_of(automatic).cost.steps
     stale = json.loads((costs.parent / "stale.json").read_text())

@@ -118,7 +118,7 @@ def run(case: Case, llm: LLM, plain: Any, every: int, some: slice = slice(None))
 
 
 def test_eagle_1(case: Case, plain: Any) -> None:
-    """It reads the last hidden state and has the target's LM head; not trained here.
+    """EAGLE-1 reads the last hidden state and uses the target's LM head; it is not trained here.
 
     Runs before `llm`, because only one engine can exist at a time.
     """
@@ -133,7 +133,7 @@ def test_eagle_1(case: Case, plain: Any) -> None:
 
 
 def test_shared_noise_changes_no_token(case: Case, plain: Any, monkeypatch: Patch) -> None:
-    """Before `llm`, too."""
+    """Runs before `llm`, too."""
     used, gumbel = [], Seeds.gumbel
 
     def recorded(self: Seeds, first: int, stop: int, token_ids: Any) -> Any:
@@ -167,7 +167,7 @@ def llm(case: Case, plain: Any) -> Iterator[LLM]:
 
 
 def test_exact_in_mixed_steps(case: Case, llm: LLM, plain: Any) -> None:
-    """Most of the prompts is in the prefix cache, with the drafter's entries."""
+    """Most prompt tokens are in the prefix cache, with the drafter's entries."""
     preempted, hits = metric(llm, "num_preemptions"), metric(llm, "prefix_cache_hits")
     assert run(case, llm, plain, every=sized(5, 3)) > 50
     assert metric(llm, "num_preemptions") > preempted
@@ -199,7 +199,7 @@ def test_exact_after_plain_steps(case: Case, llm: LLM, plain: Any, monkeypatch: 
 def test_the_kernel_drafts_what_torch_drafts(
     case: Case, llm: LLM, plain: Any, monkeypatch: Patch
 ) -> None:
-    """Of the same states, with this engine's cache; torch writes the same entries again."""
+    """From the same states, with this engine's cache; torch writes the same entries again."""
     draft, prefill = EagleTrees.draft, EagleTrees.prefill
     nodes, rows = [], []
 
@@ -235,7 +235,7 @@ def test_the_kernel_drafts_what_torch_drafts(
 def test_later_requests_reuse_entries_of_plain_steps(
     case: Case, llm: LLM, plain: Any, monkeypatch: Patch
 ) -> None:
-    """They are in the prefix cache, for requests elsewhere in the batch."""
+    """The entries are in the prefix cache, for requests at other places in the batch."""
     drafting_every_fifth_step(monkeypatch)
     hits = metric(llm, "prefix_cache_hits")
     texts = [(p, list(c.token_ids)) for p, c in zip(LONG, plain, strict=True)][1::2]
@@ -323,7 +323,7 @@ def test_negative_controls(
 
 
 def run_copying(case: Case, llm: LLM, plain: Any, patch: Patch, shift: int = 0) -> list[int]:
-    """Let lookup find the future tokens of half of the prompts; drafts accepted per tree."""
+    """Let lookup find the future tokens of half of the prompts; return accepted drafts per tree."""
     some = slice(0, None, 2)
     prompts, expected = LONG[some], plain[some]
     texts = [[*p, *c.token_ids] for p, c in zip(prompts, expected, strict=True)]
@@ -340,7 +340,7 @@ def run_copying(case: Case, llm: LLM, plain: Any, patch: Patch, shift: int = 0) 
 def test_copies_are_deeper_than_its_levels(
     case: Case, llm: LLM, plain: Any, monkeypatch: Patch
 ) -> None:
-    """Accepted copies are processed like all others; off by one token, few are accepted."""
+    """Accepted copies are processed like other drafts; if off by one token, few are accepted."""
     before = metric(llm, "lookup_accepted_tokens")
     with monkeypatch.context() as patch:
         accepted = run_copying(case, llm, plain, patch)

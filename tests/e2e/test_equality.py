@@ -3,7 +3,8 @@
 The model is chaotic: one wrong key anywhere in a context changes all later tokens. Planted drafts
 make nearly every step accept and move KV; random heads make nearly every step reject. Each negative
 control disables one part of the worker, and must break equality. The hidden state of the wrong node
-only affects drafts, so it costs acceptance, never equality; `test_decode_agreement` covers it.
+only affects drafts, so it lowers acceptance but never breaks equality; `test_decode_agreement`
+covers it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def llm(chaotic_llama: str, expected: Any) -> Iterator[LLM]:
 
 
 def run(llm: LLM, expected: Any, patch: Patch, shift: int = 0) -> tuple[float, int]:
-    """Mean and max number of accepted drafts per request and step."""
+    """The mean and max number of accepted drafts per request and step."""
     prompts, completions = expected
     texts = [[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
     PlantedCopies(texts, shift).plant(patch)
@@ -97,7 +97,7 @@ def below_the_root(patch: Patch) -> None:
 def test_a_wrong_chain_costs_acceptance(
     llm: LLM, expected: Any, monkeypatch: Patch, control: Callable[[Patch], None] | int
 ) -> None:
-    """Never equality: every tree is walked as it was attended."""
+    """Tokens stay equal: the walk uses the same tree as attention."""
     right, _ = run(llm, expected, monkeypatch)
     if callable(control):
         control(monkeypatch)
@@ -106,7 +106,7 @@ def test_a_wrong_chain_costs_acceptance(
 
 
 def test_copies_are_merged_with_head_drafts(monkeypatch: Patch) -> None:
-    """On repetitive texts more is accepted than with heads alone, with equal tokens."""
+    """On repetitive texts, more drafts are accepted than with heads alone, and tokens are equal."""
     prompts = code_prompts(0, 6)
     with engine(TARGET) as llm:
         first = complete(llm, prompts, greedy(TOKENS))

@@ -1,4 +1,4 @@
-"""Drafts that share the noise of the target's draws: more are accepted, no token changes.
+"""Drafts that share the noise of the target's draws: more are accepted, and no token changes.
 
 Distributions of requests without a seed: `test_unseeded`. On V2 this file runs in
 `test_sampling_on_v2`.
@@ -53,7 +53,7 @@ def llm(without: float) -> Iterator[LLM]:
 
 
 def accepted(llm: LLM, plain: list[Completion], params: list[SamplingParams] = PARAMS) -> float:
-    """Mean accepted drafts of a step; tokens are plain vLLM's."""
+    """Mean accepted drafts per step; tokens are plain vLLM's."""
     with recorded_steps() as steps:
         got = complete(llm, PROMPTS, params)
     assert differing(plain, got) == []

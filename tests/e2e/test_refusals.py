@@ -33,7 +33,7 @@ class MyWorker(MedusaCPUWorker):
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record of loads: stays empty if a refusal comes in time."""
+    """Names of the loading functions called; stays empty if settings are refused before loading."""
     calls: list[str] = []
 
     def spy(module: Any, name: str) -> None:
@@ -173,7 +173,7 @@ def test_models(tmp_path: Path, random_heads: str, name: str) -> None:
 def test_a_layer_with_its_own_backend_starts_no_engine(
     chaotic_llama: str, random_heads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some models set a layer's attention themselves; only the loaded model shows it."""
+    """Some models set a layer's attention themselves, which is known only once they are loaded."""
 
     def chosen(*args: Any, prefix: str, **kwargs: Any) -> Any:
         own = CPUAttentionBackend if prefix.endswith("layers.1.self_attn.attn") else None

@@ -1,4 +1,4 @@
-"""Options of single requests; engines with and without trees in turn in one process."""
+"""Options of single requests; engines with and without trees, one after another in one process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_bad_request_fails_alone(llm: LLM, reference: Reference, name: str) ->
 
 
 def test_a_request_limits_its_drafts(llm: LLM, reference: Reference) -> None:
-    """0: as plain vLLM; 2: at most two nodes; the others of the batch have whole trees."""
+    """0: as in plain vLLM; 2: at most two nodes; other requests in the batch have whole trees."""
     part, limits = reference.part(0, 3), (0, 2, None)
     own = [{} if n is None else {"medusa": {"max_draft_tokens": n}} for n in limits]
     with planted(part.prompts, part.outputs, VOCAB), recorded_steps() as steps:
@@ -87,7 +87,7 @@ def test_engines_in_a_row(
 ) -> None:
     """Trees twice from the same dict, then plain vLLM, all in this process.
 
-    Our attention backend stays registered, and equals vLLM's own without trees.
+    Our attention backend stays registered; without trees its results equal those of vLLM's own.
     """
     given = medusa(random_heads, [[0], [1], [0, 0]], acceptance="lossless")
     kept = copy.deepcopy(given)

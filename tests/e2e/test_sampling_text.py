@@ -183,7 +183,7 @@ def run_grammars(
 
 
 def test_grammars(llm: LLM, plain: dict[str, list[Outcome]], prompts: list[list[int]]) -> None:
-    """Every node has the mask of its own path, in batches with unconstrained requests too."""
+    """Every node has the mask of its own path, also in batches with unconstrained requests."""
     assert run_grammars(llm, plain, prompts, FOLLOWED) > 1.8
     run_grammars(llm, plain, prompts, [*FOLLOWED, "sampled", "banned"])
 
@@ -233,7 +233,7 @@ def test_grammars_force_drafts_without_heads(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Heads and the number of verified nodes vary per step; runs are deeper than the heads."""
+    """Heads and the number of nodes vary per step; forced runs are deeper than the heads."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(startup_timing, "SECONDS", 0.0)
     monkeypatch.setattr(Auto, "forced_pay", True)

@@ -1,4 +1,4 @@
-"""Equality with plain vLLM for all scheduling: chunks, mixed steps, cache hits, preemption.
+"""Equality with plain vLLM in all kinds of scheduling: chunks, mixed steps, cache hits, preemption.
 
 Every test also asserts that the tested situation occurred.
 """

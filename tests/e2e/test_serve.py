@@ -83,7 +83,7 @@ class Server:
     process: psutil.Process
 
     def metric(self, name: str) -> list[float]:
-        """Its values, one per label set."""
+        """The values of a metric, one per label set."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as reply:
             text = reply.read().decode()
         found = re.findall(rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
@@ -245,7 +245,7 @@ def test_tool_calls(server: Server) -> None:
 
 
 def test_metrics_count_drafts(server: Server) -> None:
-    """All are recorded in another process than the server's."""
+    """All are recorded in a process other than the server's."""
     names = (
         *(f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")),
         *("spec_decode_num_accepted_tokens_per_pos", "medusa_steps", "medusa_nodes"),
@@ -257,11 +257,11 @@ def test_metrics_count_drafts(server: Server) -> None:
         for name, values in zip(names, before, strict=True)
     )
     assert 0 < drafts < 30 and 0 < accepted <= 30
-    assert len(per_depth) == 5  # number of heads, so of depths
+    assert len(per_depth) == 5  # the number of heads, and so of depths
     assert sum(per_depth) == accepted and per_depth == sorted(per_depth, reverse=True)
     assert 4 * drafts < tokens <= NODES * drafts and nodes == tokens
     assert (tree, prefill, plain) == (drafts, 1, 0) and heads <= 1  # whose drafts end the text
-    assert server.metric("medusa_budget_nodes") == [0]  # the last tokens need none
+    assert server.metric("medusa_budget_nodes") == [0]  # no drafts are needed for the last tokens
 
 
 def idle(server: Server, seconds: float = 120) -> bool:
@@ -328,7 +328,7 @@ def test_refusals_have_no_traceback(
 
 
 def test_a_killed_engine_ends_all(tmp_path: Path) -> None:
-    """During streams: open requests fail, the server exits with a status, no process is left."""
+    """During streams: open requests fail, the server exits with a status, no process remains."""
     with serving(tmp_path) as (server, process):
         engine = max(server.process.children(), key=lambda child: child.memory_info().rss)
         streams = [iter(stream_of_many(server, prompts()[0]))]

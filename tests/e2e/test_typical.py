@@ -1,6 +1,6 @@
 """Typical acceptance in the engine: equal to the oracle with the same random numbers.
 
-It accepts plausible tokens, so its tokens differ from plain vLLM's; decode.py, with
+Typical acceptance accepts plausible tokens, so its tokens differ from plain vLLM's; decode.py, with
 vLLM's sampling method, computes the expected ones, step by step.
 """
 
@@ -200,7 +200,7 @@ WITH: dict[str, dict[str, Any]] = {
 
 
 def assert_logprobs_belong(results: list[Outcome]) -> None:
-    """Each token has its logprob; the list has the most probable ones, starting at rank 1."""
+    """Each token has its logprob; the list contains the most probable ones, starting at rank 1."""
     for result in results:
         assert result.logprobs is not None and len(result.logprobs) == len(result.tokens)
         for token, entries in zip(result.tokens, result.logprobs, strict=True):
@@ -212,7 +212,7 @@ def assert_logprobs_belong(results: list[Outcome]) -> None:
 
 
 def assert_exact(result: Outcome, logits: torch.Tensor, named: Sequence[int] = ()) -> None:
-    """Each token, and the ``named`` ones, have the logprob that the target's logits say."""
+    """Each token, and the ``named`` ones, have the logprob computed from the target's logits."""
     exact = logits.log_softmax(-1)
     assert result.logprobs is not None
     for place, token in enumerate(result.tokens):
@@ -282,7 +282,7 @@ def test_penalties_count_the_path(
     every = prompts * 4
     free, _ = run(llm, every, seeded(len(every), 40, **options))
     got, steps = run(llm, every, seeded(len(every), 40, repetition_penalty=1000.0, **options))
-    assert any(a == b for o in free for a, b in pairwise(o.tokens))  # without it they repeat
+    assert any(a == b for o in free for a, b in pairwise(o.tokens))  # repeats without penalty
     assert mean_accepted(steps) > 0
     assert [o.tokens for o in got if len(set(o.tokens)) < TOKENS] == []
 

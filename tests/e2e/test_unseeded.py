@@ -78,7 +78,7 @@ def test_the_statistic_detects_a_wrong_temperature(llm: LLM, target: str) -> Non
 
 
 def test_the_statistic_detects_typical_acceptance(llm: LLM, target: str) -> None:
-    """It is not lossless; if it passed here, the test could not fail."""
+    """Typical acceptance is not lossless; if it passed here, the statistic would detect nothing."""
     observed, accepted = sample(llm, 1.0, extra_args={"medusa": {"acceptance": "typical"}})
     assert accepted > 0.6
     assert deviations(observed, joint(target, 1.0)) > UNLIKELY

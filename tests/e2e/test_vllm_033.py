@@ -1,8 +1,8 @@
-"""vLLM 0.33's Python with trees, over the CPU kernels of the installed vLLM.
+"""vLLM 0.33's Python with trees, on the CPU kernels of the installed vLLM.
 
-There are no CPU builds of 0.33. Its Python is used unmodified: this shows that our wiring fits it;
-its own compiled kernels, and so everything on CUDA, are not tested. Each test runs some of 0.32's
-tests in a separate pytest process, in which 0.33 is found first.
+There are no CPU builds of 0.33. Its Python is used unmodified: this tests our integration with it,
+but not its own compiled kernels, and so nothing on CUDA. Each test runs some of 0.32's tests in a
+separate pytest process, in which 0.33 is found first.
 """
 
 from __future__ import annotations

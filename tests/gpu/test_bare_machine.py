@@ -1,7 +1,7 @@
 """GPU tests need torch, Triton, pytest and pydantic; those that need vLLM are at least collected.
 
 Here they run in a process that refuses all other packages. Without a GPU it interprets one test of
-each file, so that late imports of tests and package are covered too.
+each file, so that late imports in the tests and the package are covered too.
 """
 
 from __future__ import annotations

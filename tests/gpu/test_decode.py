@@ -2,7 +2,7 @@
 
 A plain loop, `benchmarks.gpu.decoder`, whose steps use all kernels. Heads are fitted
 to the plain text, so that paths are accepted, and the node order makes every accepted
-path move. Caches are NaN until written. Omitting the compaction must change the text.
+path move. Caches are NaN until written. Without the compaction, the text must change.
 """
 
 from __future__ import annotations

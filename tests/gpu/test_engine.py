@@ -2,7 +2,7 @@
 
 Tokens are compared in fp32. vLLM's Triton attention would round fp32 to TF32, unlike ours; both
 engines disable this. The engines of one mode start concurrently, each in its own
-process, so that a mode takes as long as its slowest engine: `-k eager`, `-k graphs`, `-k compiled`.
+process, so a mode takes as long as its slowest engine: `-k eager`, `-k graphs`, `-k compiled`.
 
 After warm-up, no step with trees may compile one of our kernels (reported by vLLM)
 or wait for the device in our code (vLLM watches configured regions; only when eager).

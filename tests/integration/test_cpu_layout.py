@@ -1,4 +1,4 @@
-"""The scorer against vLLM's own CPU kernels: the packing of tokens, and the results of chains."""
+"""The scorer against vLLM's own CPU kernels: token packing, and results for chains."""
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ def test_a_chain_equals_the_stock_kernel(isa, window, softcap, with_sinks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("nodes", "base"), [(1, 512), (8, 256), (16, 1000), (64, 100)])
 def test_rounding_equals_plain_decoding(dtype, nodes, base):
-    """Near-ties between tokens must be decided as without a tree."""
+    """Near-ties between tokens must be resolved as without a tree."""
     ours, stock, exact = run_both(dtype, "vec", [nodes], [base], heads=(14, 2))
     mine, theirs = ((x.double() - exact).abs() for x in (ours, stock))
     assert mine.max() <= 2 * theirs.max()
@@ -182,7 +182,7 @@ def test_bf16_outputs_equal_plain_decoding(isa, nodes, base, monkeypatch):
 @pytest.mark.parametrize("refuses", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_heads_multiply_without_a_onednn_kernel(dtype, refuses, monkeypatch):
-    """Without AVX-512 it has none for bf16 and fp16; vLLM's own layers then use torch."""
+    """Without AVX-512, oneDNN has none for bf16 and fp16; vLLM's own layers then use torch."""
 
     def refuse(*args):
         raise RuntimeError("could not create a primitive descriptor for the matmul primitive")

@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 TOKENS = 24
-FEW = 12  # enough for errors to occur
+FEW = 12  # long enough for errors to show
 SHARED = 16  # output tokens with which another prompt starts
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [1, 0, 0]]
 LONGEST = 50  # with `SHARED` more, this fills two blocks
@@ -118,7 +118,7 @@ Setting = tuple[str, Reference]  # a model, and plain vLLM's output
 
 
 def check_warm_up(worker: Any) -> None:
-    """It calls the kernel with batches without rows, split or not; eager engines skip it."""
+    """Warm-up calls the kernel with batches without rows, split or not; eager engines skip it."""
     warmed: list[PagedBatch] = []
     with pytest.MonkeyPatch.context() as patch:
         attend = cuda_attention.paged_tree_attention
@@ -180,7 +180,7 @@ class Cases:
         self.check_steps(steps, attended)
 
     def check_steps(self, steps: list[Step], attended: Attended) -> None:
-        """The steps that the case tests did occur."""
+        """Check that the steps under test occurred."""
         assert any(batch.num_splits > 1 for batch in attended.batches)
 
 

@@ -1,4 +1,4 @@
-"""Everything that we use of vLLM exists, with the parameters that we rely on.
+"""Everything in vLLM that we use exists, with the parameters that we rely on.
 
 Parameters are read from the source, because the plugin may have replaced functions. The
 tables hold for both 0.32 and 0.33 (`e2e/test_vllm_033.py`); exceptions are in `MOVED`.

@@ -1,1 +1,1 @@
-"""What several test folders share; on the path through pyproject's ``pythonpath``."""
+"""Code shared by several test folders, importable through ``pythonpath`` in pyproject.toml."""

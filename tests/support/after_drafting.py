@@ -54,7 +54,7 @@ def _on_v1(look: Look) -> Iterator[None]:
             given = look(
                 Drafted(
                     row,
-                    list(request.prompt_token_ids or ()),  # none where it came as embeddings
+                    list(request.prompt_token_ids or ()),  # empty if it was given as embeddings
                     list(request.output_token_ids),
                     request.sampling_params,
                     1 if step is None else int(step.num_nodes[row]),
@@ -82,7 +82,7 @@ def _on_v2(look: Look) -> Iterator[None]:
 
     add_requests, original = GPUModelRunner.add_requests, TreeSpeculator.propose
     requests: dict[str, Any] = {}
-    runner: list[Any] = []  # whose speculator is asked
+    runner: list[Any] = []  # the runner whose speculator proposes
 
     def add(self: Any, scheduler_output: Any) -> None:
         runner[:] = [self]
@@ -129,7 +129,7 @@ def _path(verdict: Any, row: int) -> list[int]:
 
 
 def _tree(trees: Any, slot: int, count: int) -> TokenTree | None:
-    """The tree of a request's ``count`` drafts; a child's rank is its place among its siblings."""
+    """The tree of a request's ``count`` drafts; a child's rank is its index among its siblings."""
     if count == 0:
         return None
     if trees.static is not None:

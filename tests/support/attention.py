@@ -1,7 +1,7 @@
 """References for attention tests: the keys that a row sees, whole tokens of a CPU cache.
 
-Nothing is shared with the fast paths: what a node sees is found by following its parents, so that
-an error in packed bits, depths, tables or plans shows as a difference.
+They share no code with the fast paths: what a node sees is found by following its parents, so that
+an error in packed bits, depths, tables or plans causes a difference.
 """
 
 from __future__ import annotations

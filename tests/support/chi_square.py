@@ -1,4 +1,4 @@
-"""How unlikely counts are, given the probabilities that they should follow."""
+"""How improbable counts are under the expected probabilities."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNLIKELY = 4.75  # standard deviations: one-sided 1e-6
 def deviations(counts: Tensor, probs: Tensor) -> float:
     """The chi-square statistic as standard deviations of its (Wilson-Hilferty) normal equivalent.
 
-    Cells with less than five expected counts are put together.
+    Cells with fewer than five expected counts are merged.
     """
     counts, probs = counts.double().flatten(), probs.double().flatten()
     expected = probs / probs.sum() * counts.sum()

@@ -1,8 +1,8 @@
 """An engine in a separate process: ``python -m support.engine_process JOB.json``.
 
 The job has the engine's arguments and batches of requests; the answers are written as JSON
-(``JOB.json.answers``). With ``last`` in the job one more batch is started, and if the engine dies
-during it, the error is written to ``JOB.json.error``: a test kills one of its processes.
+(``JOB.json.answers``). If the job has ``last``, one more batch is started, during which a test
+kills one of the engine's processes; the resulting error is written to ``JOB.json.error``.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ _freeze = gc.freeze
 
 
 def _freeze_imports() -> None:
-    """Make garbage collection scan engines, but not imported modules.
+    """Exclude imported modules, but not engines, from garbage collection.
 
-    vLLM collects garbage some ten times while an engine starts and stops: with a million imported
+    vLLM collects garbage about ten times while an engine starts and stops: with a million imported
     objects this takes three seconds. It also freezes the objects of a started engine and thaws
     everything at its end; here imports stay frozen, and engines are collected.
     """

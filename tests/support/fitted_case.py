@@ -1,7 +1,7 @@
 """A chaotic target with heads that memorized its outputs: Medusa's, and Hydra's.
 
-Hydra heads are right below the true path only. Those of static trees store LM heads. Those of
-dynamic trees use the target's rows of most tokens, and are wrong where another comes.
+Hydra heads are right only below the true path. Those for static trees store LM heads. Those for
+dynamic trees use the target's rows of most tokens, and are wrong for all other tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.dynamic import BEAM_WIDTH, Beam, DynamicTree
 
-HIDDEN = 512  # more than the states that the heads have to know: COUNT prompts of TOKENS
+HIDDEN = 512  # more than the number of states that the heads memorize: COUNT prompts of TOKENS
 HEADS, NODES = 4, 12
 KNOWN = 470  # of 512 tokens
 TOKENS, COUNT = sized(48, 24), sized(6, 2)

@@ -1,4 +1,4 @@
-"""Random Hydra heads, and their output for one path by the definition."""
+"""Random Hydra heads, and their output for one path, computed by definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of Triton kernels on a CPU, in a process that interprets Triton from its first import on.
+"""Tests of Triton kernels on a CPU, in a process that interprets Triton from its first import.
 
 Whether a kernel is interpreted is fixed when it is decorated; for Triton's own functions, when
 Triton is first imported. Other tests of a session import vLLM and with it Triton, so unless

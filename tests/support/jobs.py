@@ -18,7 +18,7 @@ class Broken(JobFailed):
 
 
 def report(options: Any, progress: Progress = SILENT, *, command: Any = ()) -> Any:
-    """Print and report in every way; return the options and the other arguments."""
+    """Write output and messages in every way; return the options and the other arguments."""
     print("printed")
     sys.stderr.write("written\n")
     os.system("echo by a child")
@@ -37,14 +37,14 @@ def broken(options: object, progress: Progress = SILENT, command: Any = ()) -> N
 
 
 def die(options: int, progress: Progress = SILENT) -> None:
-    """End by a signal."""
+    """Exit through a signal."""
     print("the last words", flush=True)
     os.kill(os.getpid(), options)
     time.sleep(600)
 
 
 def sleep(options: Path, progress: Progress = SILENT) -> None:
-    """Record this process's id, and what happened to it."""
+    """Record this process's id, and whether it was interrupted."""
     options.write_text(str(os.getpid()))
     try:
         time.sleep(600)
@@ -54,7 +54,7 @@ def sleep(options: Path, progress: Progress = SILENT) -> None:
 
 
 def leave(options: object, progress: Progress = SILENT) -> int:
-    """End before a process that was started here; returns its process id."""
+    """Return while a child process is still running; returns its process id."""
     return subprocess.Popen(["sleep", "600"]).pid
 
 

@@ -1,7 +1,7 @@
 """Tiny random models that never settle into a loop, and heads for them.
 
-A model that loops hides wrong KV: its next token hardly depends on the context. A large
-initialization makes every token depend on everything before it.
+A model that loops hides wrong KV, because its next token hardly depends on the context. Large
+initial weights make every token depend on everything before it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from vllm_medusa.calibration.observations import Observations
 def observed(
     ranks: Any, lengths: Sequence[int], num_ranks: int = 3, temperature: float = 0.0, **more: Any
 ) -> Observations:
-    """Ranks [n, K] of texts of these lengths, each of a separate prompt."""
+    """Ranks [n, K] of texts of these lengths, each for a separate prompt."""
     ranks, count = np.asarray(ranks, np.int16), len(lengths)
     values = {
         "offsets": np.cumsum([0, *lengths]),

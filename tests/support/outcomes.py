@@ -66,8 +66,8 @@ def steady_outcomes(
 ) -> list[Outcome]:
     """Reference outputs of plain vLLM; those with a near-tie in sampling are marked.
 
-    Such an output changes when the logits change by little more than they differ between two runs
-    (1e-5). On V2, where few tokens are sampled, they are assumed to have no near-ties.
+    Such an output changes if the logits change by slightly more than the difference between two
+    runs (1e-5). On V2, where few tokens are sampled, they are assumed to have no near-ties.
     """
     results = outcomes(llm, prompts, params, adapters)
     for seed in range(sized(2, 0)):

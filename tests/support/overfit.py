@@ -61,7 +61,7 @@ def looped(
     cached: bool = True,
     **options: Any,
 ) -> Loop:
-    """A loop whose states are built, and which measures on its own text."""
+    """A training loop with cached states, evaluated on its own training text."""
     run.work.mkdir(exist_ok=True)
     size = min(PIECE_ROWS, settings.batch_tokens or PIECE_ROWS)
     train = cut(target, records, size, 1 << 30 if cached else 0)

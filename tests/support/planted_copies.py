@@ -16,7 +16,7 @@ _LAST = 6  # tokens that identify a position in a text
 
 
 class PlantedCopies:
-    """Knows how texts continue, and is sometimes wrong."""
+    """Returns the continuations of known texts, which are sometimes wrong."""
 
     def __init__(self, texts: Sequence[Sequence[int]], shift: int = 0) -> None:
         """Store complete ``texts``; planted tokens are ``shift`` positions off."""

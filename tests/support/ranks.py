@@ -1,4 +1,4 @@
-"""Workers that remember what their rank decided, so that a test can compare the ranks.
+"""Workers that record their rank's decisions, so that a test can compare the ranks.
 
 Used as ``worker_cls``. Tests call it with ``LLM.collective_rpc``, which every executor has;
 arguments and results are lists of plain numbers, which every transport supports. Differences

@@ -1,4 +1,4 @@
-"""vLLM's Ray executor on CPUs, which vLLM refuses without a device that Ray counts.
+"""vLLM's Ray executor on CPUs, which vLLM refuses without devices that Ray can count.
 
 Ray is given a GPU count equal to the number of ranks, but never uses one; in the driver and every
 worker, vLLM's CPU platform reports its devices as GPUs.

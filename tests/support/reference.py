@@ -51,7 +51,7 @@ def top_gap(logprobs: dict[int, object]) -> float:
 
 
 def assert_chaotic(outputs: Sequence[Sequence[int]], distinct: float = 0.6) -> None:
-    """Outputs neither loop nor resemble each other; a share ``distinct`` of tokens is distinct.
+    """Outputs neither loop nor resemble each other; a share > ``distinct`` of tokens is distinct.
 
     Of n uniform draws among 512 tokens about 512 * (1 - exp(-n / 512)) are distinct: 46 of 48.
     """

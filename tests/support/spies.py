@@ -1,4 +1,4 @@
-"""Record what the scheduler and the verifier did, so that tests can require mixed steps."""
+"""Record the actions of the scheduler and the verifier, so that tests can require mixed steps."""
 
 from __future__ import annotations
 

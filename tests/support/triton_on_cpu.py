@@ -37,13 +37,13 @@ def pytest_sessionstart() -> None:
 
 @functools.cache
 def prepare() -> None:
-    """Call it before an engine starts, in every process with an engine.
+    """Must be called before an engine starts, in every process with an engine.
 
-    vLLM truncates to top-k and top-p in torch, and applies grammar masks in torch: the
-    interpreter fails on its kernels (a loop variable that it expects to be a tensor is a Python int
-    there). Drafting and the walk also use torch, because our kernels take three quarters
-    of a step here: that both give the same bits is tested in `tests/unit/*/test_kernel.py`,
-    and `rules_in_triton` enables them for whole engines.
+    vLLM truncates to top-k and top-p in torch, and applies grammar masks in torch: the interpreter
+    fails on its kernels (a loop variable that it expects to be a tensor is a Python int there).
+    Drafting and the walk also use torch, because our kernels would take three quarters of a step
+    here; that both give the same bits is tested in `tests/unit/*/test_kernel.py`, and
+    `rules_in_triton` enables them for whole engines.
     """
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker

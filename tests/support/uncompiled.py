@@ -1,4 +1,4 @@
-"""Run vLLM's small `torch.compile` functions as they are written.
+"""Run vLLM's small `torch.compile` functions without compiling them.
 
 vLLM compiles them even in eager engines, which takes each process ten seconds.
 """

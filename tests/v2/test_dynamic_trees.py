@@ -1,4 +1,4 @@
-"""Dynamic trees on vLLM's V2 runner, scheduled ahead: plain vLLM's tokens for any topologies.
+"""Dynamic trees on vLLM's V2 runner, scheduled ahead: plain vLLM's tokens for any topology.
 
 Runs in `test_sampling_on_v2`. `tests/e2e/test_dynamic_trees.py` compares acceptance with decode.py.
 """

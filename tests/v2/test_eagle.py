@@ -1,4 +1,4 @@
-"""EAGLE-3 trees as on CUDA: V2 schedules a step ahead, our kernel attends over the branches.
+"""EAGLE-3 trees as on CUDA: V2 schedules a step ahead, and our kernel attends to the branches.
 
 Interpreted, so only a few requests; `tests/e2e/test_eagle.py`, which also runs on V2,
 tests many. Runs in `test_sampling_on_v2`.
@@ -91,7 +91,7 @@ def test_copies_are_deeper_than_its_levels(
 
 
 def dense(case: Case, llm: LLM, plain: list[Completion]) -> int:
-    """Number of nodes of one request with drafts and entries of a dense forward pass."""
+    """Check one request's drafts and entries against dense forward passes; returns its nodes."""
     with recorded_trees(1) as trees:
         run(llm, plain, 1)
     return sum(assert_dense(grown, case.drafter, case.model) for grown in trees)

@@ -1,4 +1,4 @@
-"""What only vLLM's V2 runner has: its selection, its extension points, its limits.
+"""Specific to vLLM's V2 runner: its selection, its extension points and its limits.
 
 Runs in `test_sampling_on_v2`.
 """
@@ -265,7 +265,7 @@ def plain_texts() -> list[str]:
 def test_structured_output_and_trees_together(
     plain_texts: list[str], trees: dict[str, Any]
 ) -> None:
-    """Requests with a grammar follow it and equal plain vLLM's, and their drafts count too.
+    """Outputs follow their grammars and equal plain vLLM's; drafts of all requests are counted.
 
     The async scheduler then waits for each step's tokens.
     """
@@ -290,7 +290,7 @@ def test_structured_output_and_trees_together(
 def test_a_request_with_a_grammar_arrives_while_no_head_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has no drafts, so they must not be looked up in the last proposal, of a smaller batch."""
+    """It has no drafts to look up in the last proposal, which was for a smaller batch."""
     from vllm_medusa.integration import startup_timing
 
     monkeypatch.setattr(startup_timing, "SECONDS", 0.0)
@@ -314,7 +314,7 @@ def test_a_request_with_a_grammar_arrives_while_no_head_runs(
 
 
 def test_noise_is_not_shared_where_another_sampler_may_draw() -> None:
-    """Noise that is used only if drafts profit from it would bias the tokens."""
+    """Noise that is used only if drafts benefit from it would bias the tokens."""
     requests = RequestOptions(3, AcceptanceConfig(), 64, torch.device("cpu"))
     for slot, heat in enumerate((1.0, 0.5, 0.0)):
         requests.add(slot, SamplingParams(temperature=heat, max_tokens=8), 4)

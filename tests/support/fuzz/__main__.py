@@ -1,4 +1,4 @@
-"""Random engines and requests for some minutes, or those of given seeds again.
+"""Test random engines and requests for some minutes, or repeat those of given seeds.
 
 python -m support.fuzz --minutes 10 [--first ENGINE] [--runner v1|v2|both]
 python -m support.fuzz --engine 12 [--requests 12001,12017] [--runner v2]

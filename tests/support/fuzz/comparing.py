@@ -1,4 +1,4 @@
-"""Compare with plain vLLM; classify differences as rounding or errors."""
+"""Compare with plain vLLM, and classify differences as rounding or errors."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _tokens(one: Said, two: Said) -> str:
 def _unsteady(
     models: Models, case: EngineCase, requests: Sequence[RequestCase], plain: dict[int, Answer]
 ) -> list[int]:
-    """Requests for which plain vLLM's own output varies: alone, or with other rounding."""
+    """Requests whose plain vLLM output also varies: when run alone, or with other rounding."""
     found = set()
     whole = [replace(request, abort_after=None) for request in requests]
     with plain_engine(models, case) as llm:

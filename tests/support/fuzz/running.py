@@ -150,7 +150,7 @@ def drive(
     requests: Sequence[RequestCase],
     at_once: bool = False,
 ) -> dict[int, Answer]:
-    """Step the engine until all requests have ended; ``at_once``: none waits, none is aborted."""
+    """Step the engine until all requests have ended; ``at_once``: all arrive first, none aborts."""
     core = llm.llm_engine
     waiting = sorted(requests, key=lambda request: request.step, reverse=True)
     by_id = {str(request.seed): request for request in requests}
@@ -207,7 +207,7 @@ def _add(answer: Answer, output: Any, kind: RequestOutputKind) -> None:
 
 
 def _plain(logprobs: Any) -> list[Any]:
-    """Ignore the impossible tokens that fill up a list: a grammar allows few tokens."""
+    """Ignore impossible tokens that pad a list when a grammar allows few tokens."""
     return [
         {
             token: (entry.rank, entry.logprob)
