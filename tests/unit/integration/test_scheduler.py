@@ -117,6 +117,18 @@ def test_a_fixed_budget_is_equal_for_all_requests(make: Make, ahead: bool) -> No
         assert scheduler.requests["r0"].num_output_tokens == 1 + 5 * 3
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_drafting_stops_at_the_largest_limit_of_a_request(make: Make, ahead: bool) -> None:
+    scheduler = make(ahead, budget=4)
+    for own in (1, 3):
+        extra = {"medusa": {"max_draft_tokens": own}}
+        params = SamplingParams(max_tokens=200, ignore_eos=True, extra_args=extra)
+        scheduler.add_request(Request(f"r{own}", [3] * PROMPT, params, None))
+    worker = run(scheduler, 0, 6)
+    assert worker.limits[1:] == [3] * 5
+    assert worker.nodes[2:] == [{"r1": 1, "r3": 3}] * 4
+
+
 def test_static_trees_are_truncated_by_vllm(make: Make) -> None:
     scheduler = make(tree={"chain": 3})
     assert scheduler.policy is None and scheduler.dynamic_sd_lookup is None
