@@ -41,7 +41,7 @@ with suppress(ImportError):  # a machine with a GPU may only have pytest
 
 # The longest files first, so that no xdist worker is left waiting at the end.
 ORDER = (
-    *("v2", "distributed", "e2e", "worker", "gpu"),
+    *("v2", "distributed", "e2e", "integration", "gpu"),
     *("unit/scorer", "unit/cli", "unit/sampler", "unit/test_"),
 )
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa import worker
+from vllm_medusa import integration
 from vllm_medusa.plugin import SUPPORTED_VLLM
 
 PACKAGE = Path(__file__).parents[2] / "vllm_medusa"
@@ -221,7 +221,7 @@ def test_attributes_exist() -> None:
 
 def test_methods_override_the_intended_ones() -> None:
     seen: dict[str, set[str]] = {}
-    for module in pkgutil.walk_packages(worker.__path__, "vllm_medusa.integration."):
+    for module in pkgutil.walk_packages(integration.__path__, "vllm_medusa.integration."):
         for owner in vars(importlib.import_module(module.name)).values():
             if not inspect.isclass(owner) or owner.__module__ != module.name:
                 continue

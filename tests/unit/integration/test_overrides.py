@@ -104,7 +104,7 @@ def test_every_patch_is_listed():
     listed = {entry.target.rpartition(".")[2] for entry in OVERRIDES}
     found = {
         name: file.name
-        for file in sorted((PACKAGE / "worker").rglob("*.py"))
+        for file in sorted((PACKAGE / "integration").rglob("*.py"))
         if file.name != "overrides.py"
         for name in patches(ast.parse(file.read_text()))
     }
