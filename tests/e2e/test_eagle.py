@@ -24,7 +24,7 @@ from vllm import LLM
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_medusa.budget.policy import Fixed
+from vllm_medusa.budget.policy import FixedBudget
 from vllm_medusa.integration import cpu_attention
 from vllm_medusa.integration.eagle_trees import EagleTrees, PendingTokens
 from vllm_medusa.noise import Seeds
@@ -184,7 +184,7 @@ def drafting_every_fifth_step(patch: Patch) -> list[int]:
         return flush(self)
 
     patch.setattr(PendingTokens, "flush", counted)
-    patch.setattr(Fixed, "limit", lambda *_: 0 if next(steps) % 5 else 12)
+    patch.setattr(FixedBudget, "limit", lambda *_: 0 if next(steps) % 5 else 12)
     return waited
 
 

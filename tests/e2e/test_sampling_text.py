@@ -22,7 +22,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from vllm_medusa.budget.policy import Auto
+from vllm_medusa.budget.policy import AutoBudget
 from vllm_medusa.integration import grammar as grammars
 from vllm_medusa.integration import grammar_drafts, startup_timing
 from vllm_medusa.integration.grammar import Chance, fill_masks
@@ -236,7 +236,7 @@ def test_grammars_force_drafts_without_heads(
     """Heads and the number of nodes vary per step; forced runs are deeper than the heads."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(startup_timing, "SECONDS", 0.0)
-    monkeypatch.setattr(Auto, "forced_pay", True)
+    monkeypatch.setattr(AutoBudget, "forced_pay", True)
     monkeypatch.setattr(grammars, "MIN_RUN_SURVIVAL", 0.1)
     monkeypatch.setattr(Chance, "value", 0.85)
     config = {"method": "medusa", "model": HEADS, "budget": "auto"}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from vllm import LLM
 
-from vllm_medusa.budget.acceptance import Drafted
-from vllm_medusa.budget.policy import Auto, best
+from vllm_medusa.budget.expected_acceptance import Drafted
+from vllm_medusa.budget.policy import AutoBudget, best
 
 
 def scheduler_of(llm: LLM) -> Any:
@@ -18,13 +18,13 @@ def scheduler_of(llm: LLM) -> Any:
     return core.engine_core.scheduler
 
 
-def policy_of(llm: LLM) -> Auto:
+def policy_of(llm: LLM) -> AutoBudget:
     policy = scheduler_of(llm).policy
-    assert isinstance(policy, Auto)
+    assert isinstance(policy, AutoBudget)
     return policy
 
 
-def verify_all(patch: pytest.MonkeyPatch, policy: Auto, per_request: int = 255) -> None:
+def verify_all(patch: pytest.MonkeyPatch, policy: AutoBudget, per_request: int = 255) -> None:
     """Draft the maximum, and verify as much as there is room for."""
 
     def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:

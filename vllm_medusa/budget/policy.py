@@ -1,8 +1,8 @@
 """How many draft nodes a step verifies, for which requests, and how many the heads draft.
 
 The heads run at the end of a step, so the max number of nodes to draft per request (the limit) is
-decided one step before the number of drafts to verify. The best n nodes of a request have
-depth <= n, so a limit of nodes also limits the heads; with 0 none run.
+decided one step before the number of drafts to verify. A limit of n nodes also limits the number
+of heads that run to n, since the best n nodes are no deeper than n; with 0, no heads run.
 
 `integration.scheduler` calls `limit` before drafting and `counts` for the drafts received. With
 asynchronous scheduling, where drafts are not seen, `limit` decides both.
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_medusa.budget.acceptance import RANGE_ENDS, Drafted, ExpectedAcceptance
 from vllm_medusa.budget.cost import Floats, StepCost
+from vllm_medusa.budget.expected_acceptance import RANGE_ENDS, Drafted, ExpectedAcceptance
 
 START, STOP = 1.03, 1.0  # expected speed against plain steps at which drafting begins and ends
 FORCED_PAY = 1.5  # min expected speed for drafts without heads, whose search takes time
@@ -37,7 +37,7 @@ _LEARN_STEPS = 64  # steps after start-up or a change, all used for updates
 _REST_MS = (4e3, 60e3)  # pause of the heads after a failure, doubling
 
 
-class Fixed:
+class FixedBudget:
     """A fixed number of nodes for every request if there is room."""
 
     def __init__(self, max_drafts: int) -> None:
@@ -60,7 +60,6 @@ class Plan:
         requests: of the batch.
         room: max draft nodes.
         limit: the best limit with heads, above 0; 0: no room for drafts.
-        nodes: the best total number of draft nodes with it.
         ratio: speed with heads relative to the best without.
         rate: tokens per millisecond with heads.
         rate_without: the same without: plain steps, or steps that verify copies.
@@ -74,7 +73,6 @@ class Plan:
     requests: int
     room: int
     limit: int
-    nodes: int
     ratio: float
     rate: float
     rate_without: float
@@ -83,7 +81,7 @@ class Plan:
     arms: Floats
 
 
-class Auto:
+class AutoBudget:
     """The number of nodes that maximizes throughput, from step costs and acceptance.
 
     Drafting begins when a clear gain is expected, and ends when none is expected or when measured
@@ -107,8 +105,8 @@ class Auto:
             cost: step costs.
             acceptance: acceptance of drafts.
             max_drafts: max draft nodes per request.
-            top_limit: limit above which drafting takes no longer, as the number of heads;
-                0: drafts can only be copied.
+            top_limit: limit from which on drafting takes no more time: all heads run. 0: there
+                are no heads, drafts are only copied.
             even: whether every request gets the limit, decided before drafting.
 
         """
@@ -292,15 +290,15 @@ class Auto:
         rates = (requests + requests * gain) / ms
         without = limits == 0
         alone = float(rates[without].max())
-        limit, top, rate, heads = 0, 0, alone, 1.0
+        limit, rate, heads = 0, alone, 1.0
         if not without.all():
             place = int(np.where(without, 0.0, rates).argmax())
-            limit, top, rate = int(limits[place]), int(nodes[place]), float(rates[place])
+            limit, rate = int(limits[place]), float(rates[place])
             share = self.share_of(limit)
             heads = float(self.cost.ms(requests, requests, share) / ms[0])
         forced_pay = alone > FORCED_PAY * float(rates[0])
         arms = np.stack([limits, nodes, rates, ms], 1)
-        return Plan(requests, room, limit, top, rate / alone, rate, alone, heads, forced_pay, arms)
+        return Plan(requests, room, limit, rate / alone, rate, alone, heads, forced_pay, arms)
 
     def _choices(
         self, requests: int, room: int

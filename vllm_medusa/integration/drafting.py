@@ -201,7 +201,7 @@ class MedusaDrafter:
         tokens = propose(scores, self.tree, mapped, self._shard, sharding.all_gather)
         return DraftTrees.static(self.tree, tokens)
 
-    propose = draft  # the method name that vLLM calls on custom proposers
+    propose = draft  # vLLM requires the name of custom proposers; the runner calls `draft`
 
     def _read(
         self, logits: Tensor, width: int, sharpness: Tensor | None, noise: LevelNoise | None

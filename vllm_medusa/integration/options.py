@@ -177,9 +177,10 @@ def config_of_heads(
     """The options for heads or lookup, and a config with one draft token per draft node.
 
     On V1 the config is for a custom proposer; on V2, which does not support these, it is of our own
-    class. With a budget, many steps have no drafts. V2 captures full CUDA graphs both for such
-    steps and for whole trees if its own draft-length schedule has both lengths; our scheduler sets
-    the counts. With data-parallel replicas vLLM would ignore a schedule with a warning.
+    class. With a budget, many steps have no drafts. V2 captures full CUDA graphs for the lengths in
+    its own draft-length schedule, so that schedule gets two: no drafts, and whole trees. Our
+    scheduler sets the actual counts. With data-parallel replicas vLLM would ignore a schedule, with
+    a warning.
     """
     options = resolve(MedusaConfig.from_speculative_config(merged(engine_args)), model_config)
     nodes = options.tree.num_draft_tokens

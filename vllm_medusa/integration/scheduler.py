@@ -30,8 +30,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_medusa.budget.acceptance import USUAL_TAUS, ExpectedAcceptance
-from vllm_medusa.budget.policy import Auto, Fixed
+from vllm_medusa.budget.expected_acceptance import USUAL_TAUS, ExpectedAcceptance
+from vllm_medusa.budget.policy import AutoBudget, FixedBudget
 from vllm_medusa.budget.store import CostStore
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.clock import PipelinedClock, Step, StepClock
@@ -88,20 +88,20 @@ class TreeScheduler(Scheduler):
         self._has_sessions = False  # some request takes more input later
         self._forced_turn = 0
 
-    def new_policy(self) -> Auto | Fixed | None:
+    def new_policy(self) -> AutoBudget | FixedBudget | None:
         """The policy for the number of nodes; None: trees are static, and vLLM truncates them."""
         options = self.options
         if options.budget is None:
             return None
         if isinstance(options.budget, int):
-            return Fixed(self.max_drafts)
+            return FixedBudget(self.max_drafts)
         cost, problem = self.costs.load()
         if problem:
             compat.logger.info("Measuring step costs again: %s", problem)
         acceptance = ExpectedAcceptance(options.taus or USUAL_TAUS)
         assert isinstance(options.tree, DynamicTree)
         top_limit = options.tree.top_limit
-        return Auto(cost, acceptance, self.max_drafts, top_limit, even=self.ahead)
+        return AutoBudget(cost, acceptance, self.max_drafts, top_limit, even=self.ahead)
 
     def add_request(self, request: Request) -> None:
         """Add a request, or more input for one; its accepted drafts are counted by depth."""
@@ -155,7 +155,7 @@ class TreeScheduler(Scheduler):
                 if request is not None and request.spec_token_ids:
                     request.spec_token_ids = []
             self._report.chosen = 0
-            if isinstance(self.policy, Auto) and self._looks_for_copies:
+            if isinstance(self.policy, AutoBudget) and self._looks_for_copies:
                 self.policy.acceptance.no_copies(len(draft_token_ids.req_ids))
             return
         drafts = self._received(draft_token_ids)
@@ -219,7 +219,7 @@ class TreeScheduler(Scheduler):
         """Add step statistics to vLLM's, for the front end's metrics."""
         if self.log_stats and self.policy is not None and not self._report_can_wait():
             spec_decoding_stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
-            if isinstance(self.policy, Auto):
+            if isinstance(self.policy, AutoBudget):
                 self._report.ratio = round(1e3 * self.policy.expected_ratio)
             self._report.put_into(spec_decoding_stats)
             self._report = StepReport()
@@ -238,7 +238,7 @@ class TreeScheduler(Scheduler):
 
     def save_costs(self, min_seconds: float) -> None:
         """Write step costs, if the last write was at least ``min_seconds`` ago."""
-        if isinstance(self.policy, Auto):
+        if isinstance(self.policy, AutoBudget):
             problem = self.costs.save(self.policy.cost, _SAVE_STEPS, min_seconds)
             if problem:
                 compat.logger.warning_once("Step costs can't be stored: %s", problem)
@@ -274,7 +274,7 @@ class TreeScheduler(Scheduler):
     @property
     def _looks_for_copies(self) -> bool:
         """Whether the absence of copied drafts is informative."""
-        return isinstance(self.policy, Auto) and (
+        return isinstance(self.policy, AutoBudget) and (
             self.options.lookup or self.policy.acceptance.copies
         )
 
@@ -324,7 +324,7 @@ class TreeScheduler(Scheduler):
 
         Otherwise one request is searched occasionally, to update the estimate.
         """
-        if not self.drafts_forced or candidates or not isinstance(self.policy, Auto):
+        if not self.drafts_forced or candidates or not isinstance(self.policy, AutoBudget):
             return ()
         followers = [
             name
@@ -349,7 +349,7 @@ class TreeScheduler(Scheduler):
             left -= rows
             if left <= 0:
                 return 0
-        if has_prefill and isinstance(self.policy, Auto):
+        if has_prefill and isinstance(self.policy, AutoBudget):
             return 0  # the step is then compute-bound, where drafts rarely pay off
         if self.options.max_rows is not None:
             left = min(left, self.options.max_rows - len(self.running))
@@ -366,7 +366,7 @@ class TreeScheduler(Scheduler):
         return max(0, blocks - 2 * len(self.running)) * self.block_size
 
     def _learn_time(self, ended: tuple[Step, float] | None) -> None:
-        if ended is None or not isinstance(self.policy, Auto) or ended[0].prefill:
+        if ended is None or not isinstance(self.policy, AutoBudget) or ended[0].prefill:
             return
         step, ms = ended
         heads = float(self.policy.share_of(step.limit)) if step.limit else 0.0
@@ -401,7 +401,7 @@ class TreeScheduler(Scheduler):
                 draft.copied = None
             if len(draft.survival) or draft.copied is not None:
                 seen.append((draft, nodes, accepted))
-        if seen and isinstance(self.policy, Auto):
+        if seen and isinstance(self.policy, AutoBudget):
             self.policy.observe_drafts(*zip(*seen, strict=True))
 
 

@@ -22,8 +22,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_medusa.budget.acceptance import Drafted, ExpectedAcceptance
-from vllm_medusa.budget.policy import Auto, best
+from vllm_medusa.budget.expected_acceptance import Drafted, ExpectedAcceptance
+from vllm_medusa.budget.policy import AutoBudget, best
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.draft_messages import Draft
 from vllm_medusa.integration.options import TreeSettings
@@ -51,7 +51,7 @@ _PLAN = (
 _FEW, _TURNS = 2, 3  # up to this number of requests, steps are timed three times
 
 
-class _Script(Auto):
+class _Script(AutoBudget):
     """Verifies a scripted number of nodes, and records the times."""
 
     nodes = 0  # per request in the next step
@@ -77,7 +77,7 @@ class _Practice(TreeScheduler):
 
     def new_policy(self) -> _Script:
         known = super().new_policy()
-        assert isinstance(known, Auto)
+        assert isinstance(known, AutoBudget)
         self.known_steps = known.cost.steps
         return _Script(known.cost, ExpectedAcceptance(), self.max_drafts, known.top_limit)
 

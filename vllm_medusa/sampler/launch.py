@@ -36,8 +36,8 @@ def target_verdict(
     ``token_ids`` and ``target_ids`` are int64 [B, N]; ``target_ids`` holds for each node the token
     that plain decoding would emit after it: the argmax for a greedy request. For a sampling
     request, tokens are sampled at all nodes in advance: a sample depends on the node's logits,
-    the request's seed and the position, so nodes off the path do not affect it. Then
-    both are the walk of `lossless_walk`, hence one function, and a batch may mix them.
+    the request's seed and the position, so nodes off the path do not affect it. Greedy
+    and sampling requests can be in one batch: the walk is that of `lossless_walk` for both.
     Equals `greedy_verdict` with ``target_ids`` as the argmax.
     """
     batch, nodes = tree.parents.shape

@@ -12,8 +12,8 @@ All of the context is visible too. A sliding window w hides every key whose *pos
 that of the query minus w; siblings share a position. A tree request may have fewer rows than
 nodes: nodes are parents first, so a prefix is still a tree. Requests without rows are padding
 and are skipped, and so are query rows after ``cu_query_lens[-1]``. With ``rows_before`` every
-request has that many additional rows at the start, whose keys were written by earlier calls and
-which have no queries: ``base`` is smaller by it, and the queries are the later rows. A row that
+request has that many additional rows at the start: earlier calls wrote their keys, they have no
+queries here, and ``base`` is smaller by their number. A row that
 sees nothing (only in dummy batches, with seq_len < n) gives zeros.
 
 Slots that no row sees are never read: they may hold NaN, and block table entries after the last

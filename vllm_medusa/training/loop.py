@@ -22,6 +22,7 @@ from vllm_medusa.training.run import Stage
 
 Report = Callable[[int, int, dict[str, Any]], None]  # step, number of steps, a line of the log
 _SHOWN_LINES = 20
+_SAVE_SECONDS = 60.0  # between checkpoints; does not affect the result
 
 
 class NotFiniteError(JobFailed):
@@ -31,17 +32,11 @@ class NotFiniteError(JobFailed):
 class Loop:
     """Trains a method from a stage's last checkpoint to the end."""
 
-    def __init__(
-        self,
-        method: Method,
-        stage: Stage,
-        *,
-        save_seconds: float = 60.0,  # between checkpoints; does not affect the result
-    ) -> None:
+    def __init__(self, method: Method, stage: Stage) -> None:
         from transformers import get_cosine_schedule_with_warmup
 
         self.method, self.stage, self.workers = method, stage, method.workers
-        self.settings, self.save_seconds = method.settings, save_seconds
+        self.settings = method.settings
         settings, data = self.settings, method.data
         assert settings.batch_tokens and settings.learning_rate
         self.lengths = data.lengths
@@ -79,7 +74,7 @@ class Loop:
             last, due = self.step == self.steps, self.step % every == 0
             if method.measures_ends if last else due:
                 self._measure(report)
-            if last or due or time.monotonic() - saved > self.save_seconds:
+            if last or due or time.monotonic() - saved > _SAVE_SECONDS:
                 self._save()
                 saved = time.monotonic()
         method.heads.eval().requires_grad_(False)

@@ -69,9 +69,10 @@ def head_losses(
     ``weights`` by the number of labels for means. Gradients reach ``x`` and stored LM heads, but
     not the ``lm_head``.
 
-    With a ``teacher`` the labels are soft: if (n, h) has a label, the teacher's row n + h + 1
-    must be the state h + 1 positions later. With a token map, labels outside the draft vocabulary
-    do not count, nor does the probability of soft labels there.
+    With a ``teacher`` the labels are soft: head h at row n learns the distribution of the teacher's
+    row n + h + 1, which must be the state h + 1 positions later if (n, h) has a label.
+    With a token map, labels outside the draft vocabulary do not count, nor does the probability of
+    soft labels there.
     """
     drafts = draft_labels(labels, heads, IGNORED)
     valid = (drafts if teacher is None else labels) != IGNORED

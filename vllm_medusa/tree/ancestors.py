@@ -1,4 +1,4 @@
-"""Ancestor sets as 64-bit words: the only bit arithmetic in the package.
+"""Attention masks of trees: each node's ancestors as bits of 64-bit words.
 
     bit j of row i is set  <=>  node i attends node j  <=>  j is i or an ancestor of i
 

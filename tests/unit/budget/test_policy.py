@@ -13,9 +13,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from vllm_medusa.budget.acceptance import Drafted, ExpectedAcceptance
 from vllm_medusa.budget.cost import StepCost
-from vllm_medusa.budget.policy import Auto, Fixed
+from vllm_medusa.budget.expected_acceptance import Drafted, ExpectedAcceptance
+from vllm_medusa.budget.policy import AutoBudget, FixedBudget
 
 STEPS = 1200
 FIXED = (0, 1, 2, 4, 8, 12)
@@ -87,14 +87,14 @@ def drafts(rng: np.random.Generator, requests: int, sure: float) -> np.ndarray:
     return -np.sort(-every, axis=1)[:, :NODES]
 
 
-def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
+def serve(server: Server, steps: int, arm: int | AutoBudget, seed: int = 0) -> Record:
     """Run a number of steps with a fixed number of nodes per request, or with a policy.
 
     A policy that is ``even`` is called as by an asynchronous scheduler.
     """
     rng, noise = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     record, survival, limit = Record(), None, 0
-    policy = arm if isinstance(arm, Auto) else None
+    policy = arm if isinstance(arm, AutoBudget) else None
     for step in range(steps):
         requests = server.requests(step)
         room = requests * NODES
@@ -109,7 +109,7 @@ def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
                 counts = np.array(policy.counts(offered, requests, room))
             else:
                 maximum = survival.size if policy else int(arm) * requests
-                counts = np.array(Fixed(NODES).counts(offered, requests, maximum))
+                counts = np.array(FixedBudget(NODES).counts(offered, requests, maximum))
             kept = np.arange(survival.shape[1])[None, :] < counts[:, None]
             expected = (survival * kept).sum(1) * server.right
         nodes = int(counts.sum())
@@ -133,8 +133,8 @@ def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
     return record
 
 
-def new_policy(cost: StepCost | None = None, *, even: bool = False) -> Auto:
-    return Auto(cost or StepCost(512), ExpectedAcceptance(), NODES, HEADS, even=even)
+def new_policy(cost: StepCost | None = None, *, even: bool = False) -> AutoBudget:
+    return AutoBudget(cost or StepCost(512), ExpectedAcceptance(), NODES, HEADS, even=even)
 
 
 def cpu(rows: int, step: int = 0) -> float:
@@ -255,14 +255,14 @@ def test_equal_observations_give_equal_decisions():
     assert first == second
 
 
-def policy_at(per_row: float) -> Auto:
+def policy_at(per_row: float) -> AutoBudget:
     """A machine whose steps take a fixed share longer per row; heads take no time."""
     cost = StepCost(64)
     for _ in range(30):
         for rows in range(1, 65):
             for requests in {1, rows}:
                 cost.observe(rows, requests, float(requests < rows), 10 + 10 * per_row * rows)
-    policy = Auto(cost, ExpectedAcceptance((1.5, 1.7, 1.8, 1.85)), 4)
+    policy = AutoBudget(cost, ExpectedAcceptance((1.5, 1.7, 1.8, 1.85)), 4)
     policy.limit(1, 64)
     return policy
 
@@ -308,7 +308,7 @@ def test_heads_do_not_run_for_drafts_that_stay_unused():
 
 
 def test_copied_drafts_are_used_without_heads():
-    policy = Auto(StepCost(64), ExpectedAcceptance((1.05,)), 8, top_limit=0)
+    policy = AutoBudget(StepCost(64), ExpectedAcceptance((1.05,)), 8, top_limit=0)
     for _ in range(50):
         policy.observe(5, 1, 0.0, 11.0, 4.0)
         policy.observe(1, 1, 0.0, 10.0, 1.0)
@@ -323,12 +323,12 @@ def test_copied_drafts_are_used_without_heads():
 )
 def test_the_best_are_kept_and_ties_go_to_the_first(total, expected):
     drafts = [Drafted([0.9, 0.5]), Drafted([0.3]), Drafted([0.5, 0.1])]
-    assert Fixed(2).counts(drafts, 3, total) == expected
+    assert FixedBudget(2).counts(drafts, 3, total) == expected
 
 
 def test_costs_are_updated_rarely_while_drafting_is_off():
     """So that idle drafting costs no more than no trees; initially every step updates costs."""
-    policy, taught = Auto(StepCost(64), ExpectedAcceptance([1.0] * 4), 4, 4), []
+    policy, taught = AutoBudget(StepCost(64), ExpectedAcceptance([1.0] * 4), 4, 4), []
     for _ in range(400):
         policy._saved = 0.0  # no trials
         assert policy.limit(1, 4) == 0
@@ -346,7 +346,7 @@ def test_costs_are_updated_rarely_while_drafting_is_off():
 
 def test_acceptance_is_updated_rarely_while_drafting():
     """It takes time; except at first, and for copies, whose absence is always recorded."""
-    policy = Auto(StepCost(64), ExpectedAcceptance(), 4, 4)
+    policy = AutoBudget(StepCost(64), ExpectedAcceptance(), 4, 4)
     recorded = []
     policy.acceptance.observe = lambda drafts, *_: recorded.append(drafts[0].copied)
     for copied, expected in ((None, 64 + 136 // 3), ([1], 200)):

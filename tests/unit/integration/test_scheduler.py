@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_medusa.budget.policy import Auto, Fixed
+from vllm_medusa.budget.policy import AutoBudget, FixedBudget
 from vllm_medusa.integration.draft_messages import DraftMessage
 from vllm_medusa.integration.metrics import StepReport
 from vllm_medusa.integration.scheduler import TreeAsyncScheduler, TreeScheduler, tree_scheduler
@@ -108,7 +108,7 @@ def run(scheduler: TreeScheduler, requests: int, steps: int, accepts: int = 2) -
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_fixed_budget_is_equal_for_all_requests(make: Make, ahead: bool) -> None:
     scheduler = make(ahead, budget=4)
-    assert isinstance(scheduler.policy, Fixed)
+    assert isinstance(scheduler.policy, FixedBudget)
     worker = run(scheduler, 3, 6)
     assert isinstance(scheduler, TreeAsyncScheduler if ahead else TreeScheduler)
     assert worker.limits[1:] == [4] * 5
@@ -139,7 +139,7 @@ def test_static_trees_are_truncated_by_vllm(make: Make) -> None:
 def test_an_automatic_budget_learns_from_steps(make: Make, ahead: bool) -> None:
     scheduler = make(ahead, budget="auto")
     policy = scheduler.policy
-    assert isinstance(policy, Auto) and policy.even == ahead
+    assert isinstance(policy, AutoBudget) and policy.even == ahead
     policy.limit = lambda *_: len(SURVIVAL)  # type: ignore[method-assign]
     policy.counts = lambda drafts, *_: [4] * len(drafts)  # type: ignore[method-assign]
     worker = run(scheduler, 3, 30)

@@ -47,8 +47,8 @@ def warm_up_rules(trees: TreesOf, nodes: int, logits: Tensor) -> None:
     """Compile both acceptance rules, for one whole tree and for steps of truncated trees only.
 
     ``logits`` [2, V] are the target's. If they need no processing (temperature 1), the
-    rules get them unchanged, in their dtype and with padding after each row; otherwise vLLM's
-    copy in fp32, which has the padding only if it has a single row.
+    rules get them unchanged, in their dtype and with padding after each row. Otherwise they get
+    vLLM's copy in fp32, which has no padding unless it is a single row.
     """
     device = logits.device
     one = torch.ones(1, device=device)

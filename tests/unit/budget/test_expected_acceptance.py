@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_medusa.budget.acceptance import Drafted, ExpectedAcceptance
+from vllm_medusa.budget.expected_acceptance import Drafted, ExpectedAcceptance
 
 
 def drafts(rng: np.random.Generator, requests: int, nodes: int = 8) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 A node's survival is the drafter's probability that it is accepted. It is multiplied by the ratio
 of accepted to expected tokens for requests of its kind, and counted in a histogram with decay.
-A batch is expected to have as many nodes of each survival per request as the histogram has.
+The histogram says how many nodes of each survival a request of the batch is expected to have.
 
 A step drafts a limited number of nodes for a request and reveals nothing about others. So there
 is a histogram for each range of ranks (best, second, third and fourth, ...). Nodes copied from a
