@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from transformers import AutoModelForCausalLM
 from support.eagle import Eagle1, features_of
 from support.eagle_case import LEARNED, TOKENS, Case
 from support.engines import random_prompts
-from support.models import STOPS, VOCAB, save_model
+from support.models import COMMON, STOPS, VOCAB, save_model
 
 LAYERS = 3
 # vLLM's Qwen2 layers have heads of hidden size / heads channels
 SHAPE: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+
+
+MIMO = {"architectures": ["MiMoForCausalLM"]}  # its layers are Qwen2's
 
 
 class Mtp(Eagle1):
@@ -74,18 +78,22 @@ class Mtp(Eagle1):
             optimizer.step()
 
     def add_to(self, target: Path) -> None:
-        """Make a Qwen2 checkpoint one of MiMo, which has the same layers, with this module."""
-        file, config = target / "model.safetensors", target / "config.json"
+        """Make a Qwen2 checkpoint one of MiMo with this module."""
         own: dict[str, Tensor] = {}
         for name, tensor in self.state_dict().items():
             name = name.removeprefix("layer.").replace("fc.", "input_proj.")
             own[f"model.mtp_layers.0.{name}"] = tensor
         for name in ("lm_head.weight", "embedding", "target_ids"):  # the target's
             del own[f"model.mtp_layers.0.{name}"]
-        save_file(load_file(file) | own, file)
-        known = json.loads(config.read_text())
-        known |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-        config.write_text(json.dumps(known))
+        add_module(target, own, **MIMO)
+
+
+def add_module(target: Path, own: dict[str, Tensor], **changes: Any) -> None:
+    """Add tensors to a saved target, and changes to its config."""
+    file, config = target / "model.safetensors", target / "config.json"
+    save_file(load_file(file) | own, file)
+    known = json.loads(config.read_text())
+    config.write_text(json.dumps(known | {"num_nextn_predict_layers": 1} | changes))
 
 
 def make_case(folder: Path) -> Case:
@@ -103,6 +111,76 @@ def make_case(folder: Path) -> Case:
     drafter.fit(model, texts)
     drafter.add_to(folder / "target")
     return Case(target, model, drafter, target, prompts, texts[:, 8:].tolist())
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A target with an MTP module whose decoder layer is like one of the target's."""
+
+    architecture: str  # in transformers
+    settings: dict[str, Any]
+    layer: int  # the target's
+    prefix: str  # of the module's layer
+    norms: tuple[str, ...]
+    projection: str
+
+
+GLM = Kind(
+    "Glm4Moe",
+    {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "partial_rotary_factor": 0.5,
+    },
+    LAYERS - 1,
+    f"model.layers.{LAYERS}.",
+    tuple(f"model.layers.{LAYERS}.{name}" for name in ("enorm", "hnorm", "shared_head.norm")),
+    f"model.layers.{LAYERS}.eh_proj",
+)
+ERNIE = Kind(
+    "Ernie4_5_Moe",
+    {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 64,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    0,
+    "model.mtp_block.0.",
+    ("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0"),
+    "model.mtp_linear_proj.0",
+)
+
+
+def save_random(folder: Path, kind: Kind) -> str:
+    """Save a chaotic target with a random module; returns its path."""
+    target = save_model(
+        folder,
+        kind.architecture,
+        eos_token_id=list(STOPS),
+        num_hidden_layers=LAYERS,
+        **kind.settings,
+    )
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
+    layer, hidden = f"model.layers.{kind.layer}.", COMMON["hidden_size"]
+    shapes = {
+        name.replace(layer, kind.prefix): tensor.shape
+        for name, tensor in tensors.items()
+        if name.startswith(layer)
+    }
+    shapes |= {f"{name}.weight": (hidden,) for name in kind.norms}
+    shapes |= {f"{kind.projection}.weight": (hidden, 2 * hidden)}
+    own = {
+        name: 0.3 * torch.randn(shape, generator=generator) + ("norm" in name)
+        for name, shape in shapes.items()
+    }
+    add_module(folder, own)
+    return target
 
 
 def mtp_config(tree: Any, **options: Any) -> dict[str, Any]:

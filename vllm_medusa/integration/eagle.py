@@ -24,7 +24,7 @@ from vllm_medusa.integration.options import CreateConfig, TreeSettings, absolute
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 
 # vLLM's MTP modules that were tested: one state per entry, attention with keys and values (no MLA)
-MTP_MODULES = ("MiMoMTPModel",)
+MTP_MODULES = ("MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel")
 
 
 def config_of_eagle(
