@@ -1,6 +1,6 @@
 """User options, validated once from plain dicts; the only module that uses os.environ.
 
-The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`, `EagleConfig`), a request may
+The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`, `GrownConfig`), a request may
 override the acceptance rule and limit its drafts in ``SamplingParams.extra_args["medusa"]``
 (`RequestConfig`), and `resolve_tree` returns a validated `TokenTree` from any form of a tree.
 Invalid options raise `MedusaConfigError` with the value, the allowed values and the remedy.
@@ -151,7 +151,7 @@ class RequestConfig(AcceptanceConfig):
 WIDTH, DEPTH, DRAFTS = 10, 6, 59  # EAGLE-2's: 60 nodes, root included
 CHAIN = 5  # default number of draft tokens of a chain
 OWN_TREE = "heads"  # selects the tree in the heads' config
-_BOUNDS = {"width": 64, "depth": 32}  # max values for an EAGLE drafter's dynamic tree
+_BOUNDS = {"width": 64, "depth": 32}  # max values for a dynamic tree of EAGLE or MTP
 _Nodes = Annotated[int, Field(ge=1, lt=MAX_NODES)]
 _MaxRows = dict[Annotated[str, Field(pattern="^max_rows$")], Annotated[int, Field(ge=2)]]
 
@@ -229,7 +229,7 @@ class MedusaConfig(_DraftOptions):
             isinstance(value, Mapping) and value and value.keys() <= _BOUNDS.keys()
         ):
             raise MedusaConfigError(
-                f"{cls.label} tree is {shown(value)}, which is only for EAGLE drafters. With "
+                f"{cls.label} tree is {shown(value)}, which is only for EAGLE and MTP. With "
                 'heads, trees are dynamic if "tree" is not set: omit it.'
             )
         try:
@@ -256,22 +256,21 @@ class MedusaConfig(_DraftOptions):
         return self
 
 
-class EagleConfig(_DraftOptions):
-    """The ``speculative_config`` of an EAGLE drafter with a ``tree``.
+class GrownConfig(_DraftOptions):
+    """The ``speculative_config`` of a drafter with its own KV cache and a ``tree``.
 
     The default budget is "auto"; for a chain it is the length of the chain.
     """
 
     label: ClassVar[str] = "The option"
 
-    model: str = Field(min_length=1, description="the folder or hub name of the drafter")
     tree: Literal["dynamic", "chain"] | dict[str, int] = Field(
         description='"dynamic", "chain", or dynamic with {"width": 10, "depth": 6}: children per '
         "node, and levels (width up to 64, depth up to 32)",
     )
 
     @model_validator(mode="after")
-    def _sound_tree(self) -> EagleConfig:
+    def _sound_tree(self) -> Self:
         tree = self.tree
         if self.lookup and tree == "chain":
             raise MedusaConfigError(
@@ -300,6 +299,30 @@ class EagleConfig(_DraftOptions):
         beam = Beam(width, width, given.get("depth", DEPTH))
         num_nodes = 1 + (maximum or DRAFTS)  # lookup may add nodes to the drafter's
         return DynamicTree(beam, num_nodes if self.lookup else min(num_nodes, beam.num_nodes))
+
+
+class EagleConfig(GrownConfig):
+    """The options of an EAGLE drafter."""
+
+    model: str = Field(min_length=1, description="the folder or hub name of the drafter")
+
+
+_OF_TARGET = "nothing: omit it, because the MTP module is loaded from the target's checkpoint"
+
+
+class MtpConfig(GrownConfig):
+    """The options of a multi-token-prediction (MTP) module in the target's own checkpoint."""
+
+    model: None = Field(default=None, description=_OF_TARGET)
+    revision: None = Field(default=None, description=_OF_TARGET)
+
+
+# vLLM's names of drafters with a KV cache; with a "tree" they are ours, else vLLM's own
+GROWN_METHODS: dict[str, type[GrownConfig]] = {
+    "eagle": EagleConfig,
+    "eagle3": EagleConfig,
+    "mtp": MtpConfig,
+}
 
 
 def resolve_tree(

@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 import torch
 from support.eagle import Eagle1
-from support.eagle_case import LAYERS, TOKENS, Case, eagle_config
+from support.eagle_case import LAYERS, Case, eagle_config
+from support.eagle_runs import LONG, PARAMS, assert_chain_of_vllm, run
 from support.eagle_steps import assert_dense, recorded_trees, torch_only
-from support.engines import complete, engine, greedy, metric, random_prompts
+from support.engines import complete, engine, greedy, metric
 from support.models import VOCAB
 from support.planted import planted
 from support.planted_copies import PlantedCopies
 from support.reference import differing
 from support.runner import sized
-from support.spies import mean_accepted, recorded_steps, tree_rows
+from support.spies import recorded_steps, tree_rows
 from vllm import LLM
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_medusa.budget.policy import FixedBudget
 from vllm_medusa.integration import cpu_attention
@@ -40,81 +39,19 @@ def case(eagle_case: Case) -> Case:
     return eagle_case
 
 
-def drafts_of(owner: type, patch: Patch) -> dict[tuple[int, ...], list[list[int]]]:
-    """Drafts of a runner for each prompt, step by step."""
-    found: dict[tuple[int, ...], list[list[int]]] = {}
-    original = owner.propose_draft_token_ids  # type: ignore[attr-defined]
-
-    def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = original(self, *args, **kwargs)
-        rows = drafts if isinstance(drafts, list) else drafts.tolist()
-        for req_id, row in zip(self.input_batch.req_ids, rows, strict=True):
-            found.setdefault(tuple(self.requests[req_id].prompt_token_ids), []).append(row)
-        return drafts
-
-    patch.setattr(owner, "propose_draft_token_ids", propose)
-    return found
+def test_chain_is_that_of_vllm(case: Case) -> None:
+    """The drafter is as saved by `train`: vLLM's own loader reads it."""
+    stock = {"method": "eagle3", "model": case.folder}
+    assert_chain_of_vllm(case, stock, eagle_config(case, "chain"))
 
 
-def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
-    """Token for token, drafts included, in an all-greedy batch.
-
-    The drafter is as saved by `train`: vLLM's own loader reads it.
-    """
-    from vllm_medusa.integration.v1.eagle import EagleModelRunner
-
-    length = 3
-    AttentionBackendEnum.CPU_ATTN.clear_override()
-    with monkeypatch.context() as patch:
-        theirs = drafts_of(GPUModelRunner, patch)
-        stock = {"method": "eagle3", "model": case.folder, "num_speculative_tokens": length}
-        with engine(case.target, stock) as llm:
-            expected = complete(llm, case.prompts, greedy(TOKENS))
-    with monkeypatch.context() as patch, recorded_steps() as steps:
-        ours = drafts_of(EagleModelRunner, patch)
-        with engine(case.target, eagle_config(case, "chain", num_speculative_tokens=length)) as llm:
-            got = complete(llm, case.prompts, greedy(TOKENS))
-    assert differing(expected, got) == []
-    assert [list(completion.token_ids) for completion in got] == case.outputs
-    for prompt, rows in ours.items():
-        pairs = list(zip(rows, theirs[prompt], strict=True))
-        assert all(mine == their[: len(mine)] for mine, their in pairs)
-        assert sum(len(mine) == length for mine, _ in pairs) > TOKENS // 4 - 3
-    assert mean_accepted(steps) > 1
-
-
-# Shared prefixes for the prefix cache, and prompts longer than a step.
 DEPTH, BLOCK = 4, 32
-LONG = [
-    [*shared, *own]
-    for shared in random_prompts(2, VOCAB, shortest=97, longest=110, seed=5)
-    for own in random_prompts(sized(6, 3), VOCAB, shortest=1, longest=40, seed=6)
-]
-PARAMS = [
-    greedy(TOKENS) if i % 2 else greedy(TOKENS, temperature=0.9, seed=i) for i in range(len(LONG))
-]
 
 
 @pytest.fixture(scope="module")
 def plain(case: Case) -> Any:
     with engine(case.target) as llm:
         return complete(llm, LONG, PARAMS)
-
-
-def run(case: Case, llm: LLM, plain: Any, every: int, some: slice = slice(None)) -> int:
-    """Plant future tokens on the drafter's trees; returns the number of nodes compared."""
-    prompts, expected = LONG[some], plain[some]
-    outputs = [list(completion.token_ids) for completion in expected]
-    with (
-        planted(prompts, outputs, VOCAB),
-        recorded_steps() as steps,
-        recorded_trees(every) as trees,
-    ):
-        got = complete(llm, prompts, PARAMS[some])
-    assert differing(expected, got) == []
-    checked = sum(assert_dense(grown, case.drafter, case.model) for grown in trees)
-    assert mean_accepted(steps) > 1
-    return checked
 
 
 def test_eagle_1(case: Case, plain: Any) -> None:

@@ -64,12 +64,17 @@ def save_model(
     return str(folder)
 
 
-def save_config(folder: Path, architecture: str = "Llama", **changes: Any) -> str:
-    """Save the config of a model that is never loaded; returns its path."""
+def save_config(
+    folder: Path, architecture: str = "Llama", *, name: str | None = None, **changes: Any
+) -> str:
+    """Save the config of a model that is never loaded; returns its path.
+
+    ``name`` is for vLLM's architectures that transformers does not have.
+    """
     import transformers
 
     config = getattr(transformers, f"{architecture}Config")(**COMMON | changes)
-    config.architectures = [f"{architecture}ForCausalLM"]
+    config.architectures = [name or f"{architecture}ForCausalLM"]
     config.save_pretrained(folder)
     return str(folder)
 

@@ -207,8 +207,8 @@ class TestMedusaConfig:
             ({"tree": 3}, "tree is 3; use a preset name"),
             ({"tree": {1, 2}}, r"tree is \{1, 2\}; use .* plain JSON"),
             ({"tree": [object()]}, "plain JSON"),
-            ({"tree": "dynamic"}, "tree is 'dynamic', which is only for EAGLE drafters.* omit it"),
-            ({"tree": {"width": 4, "depth": 3}}, "'width': 4.* which is only for EAGLE drafters"),
+            ({"tree": "dynamic"}, "tree is 'dynamic', which is only for EAGLE and MTP.* omit it"),
+            ({"tree": {"width": 4, "depth": 3}}, "'width': 4.* which is only for EAGLE and MTP"),
             *[
                 (
                     {"budget": wrong},

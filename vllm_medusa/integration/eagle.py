@@ -1,4 +1,4 @@
-"""EAGLE drafters with trees: options, and checks that refuse unsupported configurations.
+"""EAGLE and MTP with trees: options, and checks that refuse unsupported configurations.
 
 vLLM keeps its own method and config, which determine the drafter's config, its auxiliary
 hidden states, its KV cache, and the slots reserved after a request's tokens
@@ -8,35 +8,46 @@ ours.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_medusa.config import EagleConfig, MedusaConfigError
+from vllm.config import SpeculativeConfig
+
+from vllm_medusa.config import GROWN_METHODS, EagleConfig, MedusaConfigError
 from vllm_medusa.heads.checkpoint import NO
-from vllm_medusa.heads.eagle import doubtful_layers, inspect_drafter, named_layers
+from vllm_medusa.heads.eagle import doubtful_layers, inspect_drafter, named_layers, not_for_trees
 from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.options import CreateConfig, TreeSettings, absolute, merged
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 
+# vLLM's MTP modules that were tested: one state per entry, attention with keys and values (no MLA)
+MTP_MODULES = ("MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel")
+
 
 def config_of_eagle(
     engine_args: Any, create: CreateConfig, model_config: Any, parallel_config: Any, on_v2: bool
 ) -> tuple[TreeSettings, Any]:
-    """The options for an EAGLE drafter, and vLLM's own config for it; see `options.prepare`."""
+    """The options for EAGLE or MTP, and vLLM's own config for it; see `options.prepare`."""
     settings = merged(engine_args)
     method = settings.pop("method")
     if engine_args.enable_lora:
         raise MedusaConfigError(
-            "LoRA adapters have not been tested with EAGLE trees. Omit one of them."
+            "LoRA adapters have not been tested with trees of EAGLE or MTP. Omit one of them."
         )
-    config = EagleConfig.from_speculative_config(settings)
+    config = GROWN_METHODS[method].from_speculative_config(settings)
     tree, beam = config.grown, beam_of(config.grown)
-    check_checkpoint(config, method, model_config, beam.width)
+    revision = config.revision
+    if isinstance(config, EagleConfig):
+        check_checkpoint(config, method, model_config, beam.width)
+    else:
+        check_module(model_config)
+        revision = model_config.revision
     options = TreeSettings(
-        heads=absolute(config.model),
-        revision=config.revision,
+        heads=absolute(config.model or model_config.model),
+        revision=revision,
         tree=tree,
         acceptance=config.acceptance,
         budget=config.budget or (tree.num_draft_tokens if config.tree == "chain" else "auto"),
@@ -44,13 +55,14 @@ def config_of_eagle(
         shared_noise=config.shared_noise,
     )
     maximum = max(tree.num_draft_tokens, scratch_of(beam))  # reserved cache slots
-    settings = {"method": method, "model": config.model, "num_speculative_tokens": maximum}
+    settings = {"method": method, "num_speculative_tokens": maximum}
+    settings |= {} if config.model is None else {"model": config.model}  # None: the target
     if on_v2:  # full CUDA graphs for steps without drafts too, see `config_of_heads`
         settings["num_speculative_tokens_per_batch_size"] = [(1, 1, maximum), (2, 2, 0)]
     else:  # accepted tokens are known on the host before drafting
         settings["disable_padded_drafter_batch"] = True
-    if config.revision is not None:
-        settings["revision"] = config.revision
+    if revision is not None:
+        settings["revision"] = revision
     speculative = create(settings)
     if speculative.parallel_drafting:
         raise MedusaConfigError(
@@ -89,13 +101,37 @@ def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width:
             raise MedusaConfigError(f"The drafter in {label}: {check.text}.")
 
 
+def check_module(model_config: Any) -> None:
+    """Refuse a target without a supported MTP module; vLLM's rules decide which module it has."""
+    name, target = model_config.model, model_config.hf_config
+    draft = SpeculativeConfig.hf_config_override(copy.deepcopy(target))
+    kind, count = draft.architectures[0], getattr(draft, "n_predict", None)
+    if kind == target.architectures[0]:
+        raise MedusaConfigError(
+            f"{name} ({kind}) has no MTP module that vLLM supports. Use a drafter, for example "
+            '"method": "eagle3", or another target.'
+        )
+    if kind not in MTP_MODULES:
+        raise MedusaConfigError(
+            f"{name} has an MTP module of type {kind}; trees support only "
+            f'{", ".join(MTP_MODULES)}. Omit "tree" to use vLLM\'s own MTP.'
+        )
+    if count != 1:
+        raise MedusaConfigError(
+            f"{name} has num_nextn_predict_layers = {count}; trees need exactly one MTP module. "
+            + ('Omit "tree" to use vLLM\'s own MTP.' if count else "Use another checkpoint.")
+        )
+    for why in not_for_trees(draft.to_dict(), (), "mtp"):
+        raise MedusaConfigError(f"The MTP module of {name} {why}.")
+
+
 def scratch_of(beam: Beam) -> int:
     """Cache slots after a request's tokens for drafting: one per expanded node."""
     return sum(map(beam.width_at, range(1, beam.depth)))
 
 
 def beam_of(tree: Any) -> Beam:
-    """The beam of an EAGLE drafter."""
+    """The beam of a drafter with a KV cache."""
     assert isinstance(tree, DynamicTree) and isinstance(tree.pool, Beam)
     return tree.pool
 
@@ -136,13 +172,13 @@ def unsupported_by_eagle(config: Any) -> Iterator[str]:
     scratch = scratch_of(beam)
     if parallel.data_parallel_size > 1:
         yield (
-            f"data_parallel_size is {parallel.data_parallel_size}; EAGLE trees have not been "
-            "tested with replicas. Use 1."
+            f"data_parallel_size is {parallel.data_parallel_size}; trees of EAGLE or MTP have not "
+            "been tested with replicas. Use 1."
         )
     if model.enable_prompt_embeds:
-        yield "prompt embeddings have no token ids, which EAGLE reads. Disable them."
+        yield "prompt embeddings have no token ids, which EAGLE and MTP read. Disable them."
     if model.is_multimodal_model or model.uses_mrope:
-        yield f"{model.model} is multimodal, which EAGLE trees do not support yet."
+        yield f"{model.model} is multimodal, which trees of EAGLE or MTP do not support yet."
     rows, maximum = scheduler.max_num_seqs * beam.width, scheduler.max_num_batched_tokens
     if rows > maximum:
         yield (

@@ -1,4 +1,4 @@
-"""Trees from an EAGLE drafter, with its own KV cache, for both of vLLM's runners.
+"""Trees from an EAGLE drafter or MTP module, with its own KV cache, for both of vLLM's runners.
 
 A drafter's layer takes features of the target, shifted by one: its entry at position p combines
 the target's hidden states there and the token at p + 1. So the entries of all accepted tokens
@@ -9,6 +9,9 @@ steps that do not draft are deferred and processed together (`PendingTokens`).
 
     slots    | exact, up to the token before x ............ | scratch: level 1 | level 2 | ...
     tokens     t1 t2 ... x (drawn last)                       k nodes            k nodes
+
+An MTP module differs in two ways: one state is both the input of its LM head and of its next step,
+and it computes logits itself (it may norm the state first). vLLM's module norms its inputs.
 
 The host knows only shapes and upper bounds. No host sync.
 """
@@ -63,7 +66,7 @@ class Roots:
     """Roots of B requests' trees: the drafter's states at their last exact entries."""
 
     normed: Tensor  # [B, H], input of its LM head
-    hidden: Tensor  # [B, H], input of its next step
+    hidden: Tensor  # [B, H], input of its next step; for MTP the same
     ends: Tensor  # int64 [B], number of exact entries
     longest: int  # upper bound of `ends`
     block_table: Tensor  # int32 [B, blocks]
@@ -213,8 +216,11 @@ class EagleTrees:
     def choices(self, normed: Tensor, width: int, noise: LevelNoise | None) -> Choices:
         """The best tokens after states [B, k, H] of one level."""
         rows = normed.flatten(0, 1)
-        logits = self.model.logits_processor(self.model.lm_head, rows).float()
-        logits = logits.unflatten(0, normed.shape[:2])  # [B, k, V_draft]
+        if self.method == "mtp":
+            logits = self.model.compute_logits(rows)
+        else:  # EAGLE-3's `compute_logits` adds the tokens that are not in its vocabulary
+            logits = self.model.logits_processor(self.model.lm_head, rows)
+        logits = logits.float().unflatten(0, normed.shape[:2])  # [B, k, V_draft]
         return read_choices(logits, width, noise=noise, token_map=self.target_ids)
 
     def _forward(
@@ -241,13 +247,13 @@ class EagleTrees:
             num_tokens=common.num_actual_tokens,
             slot_mapping=slots or None,
         ):
-            normed, hidden = self.model(
+            states = self.model(
                 input_ids=token_ids.to(torch.int32),
                 positions=positions,
                 hidden_states=hidden,
                 inputs_embeds=None,
             )
-        return normed, hidden
+        return (states, states) if self.method == "mtp" else states
 
     def _cache(self, rows: int) -> EagleCache | None:
         """The layer's cache for the kernel; None if it does not serve this many rows."""

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from vllm_medusa.config import MedusaConfigError
+from vllm_medusa.config import GROWN_METHODS, MedusaConfigError
 from vllm_medusa.integration.overrides import override
 
 METHOD = "medusa"
-EAGLE_METHODS = ("eagle", "eagle3")  # ours with a "tree", else vLLM's own
 _CROWDED = "Consider increasing max_num_batched_tokens"  # vLLM's error for adapters with drafts
 
 
@@ -29,7 +28,7 @@ def _create_speculative_config(
 ) -> Any:
     speculative = _mapping(self.speculative_config)
     method = self.spec_method or speculative.get("method")
-    if method != METHOD and not (method in EAGLE_METHODS and "tree" in speculative):
+    if method != METHOD and not (method in GROWN_METHODS and "tree" in speculative):
         _refuse_lost_keys(speculative, method)
         return original(self, target_model_config, target_parallel_config)
     from vllm_medusa.integration import metrics, requests, stopping
@@ -59,7 +58,7 @@ def _refuse_lost_keys(speculative: Mapping[str, Any], method: str | None) -> Non
         found = f"method is {method!r}" if method else "no method is set"
         raise MedusaConfigError(
             f"speculative_config has {', '.join(map(repr, ours)) or 'a misspelled method'}, but "
-            f'{found}. Trees need "method": "medusa", or "eagle" or "eagle3" and a "tree".'
+            f'{found}. Trees need "method": "medusa", or "eagle", "eagle3" or "mtp" and a "tree".'
         )
 
 

@@ -18,12 +18,17 @@ from pydantic import TypeAdapter
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config as config_class
 
-from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, resolve_tree
+from vllm_medusa.config import (
+    GROWN_METHODS,
+    AcceptanceConfig,
+    MedusaConfig,
+    MedusaConfigError,
+    resolve_tree,
+)
 from vllm_medusa.heads.checkpoint import HeadsInfo, peek_heads, require_fit
 from vllm_medusa.heads.fingerprint import match_target
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration import compat
-from vllm_medusa.integration.engine_args import EAGLE_METHODS
 from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree import MAX_NODES, TokenTree
 from vllm_medusa.tree.dynamic import BEAM_WIDTH, MOST_DRAFTS, Beam, DynamicTree, widest_pool
@@ -46,7 +51,7 @@ _SECONDS_TO_COMPARE = 1.0  # max time at start-up to read samples of the target'
 class TreeSettings:
     """The resolved and validated options for workers."""
 
-    heads: str | None  # a local path, also of an EAGLE drafter; None: no heads
+    heads: str | None  # also an EAGLE drafter, or a target with MTP; None: only lookup
     revision: str | None
     tree: TokenTree | DynamicTree
     acceptance: AcceptanceConfig
@@ -85,8 +90,8 @@ def has_trees(speculative_config: Any) -> bool:
 
 
 def is_eagle(speculative_config: Any) -> bool:
-    """Whether it is vLLM's config of an EAGLE drafter with our trees."""
-    return has_trees(speculative_config) and speculative_config.method in EAGLE_METHODS
+    """Whether it is vLLM's config of an EAGLE drafter, or an MTP module, with our trees."""
+    return has_trees(speculative_config) and speculative_config.method in GROWN_METHODS
 
 
 def is_for_v2(speculative_config: Any) -> bool:

@@ -1,0 +1,125 @@
+"""MiMo's MTP module with trees: exact KV, a chain equal to vLLM's, and plain vLLM's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.eagle_case import TOKENS, Case
+from support.eagle_runs import LONG, PARAMS, assert_chain_of_vllm, run
+from support.engines import complete, engine, greedy, metric, random_prompts
+from support.models import VOCAB
+from support.mtp import ERNIE, GLM, Kind, make_case, mtp_config, save_random
+from support.runner import sized
+from support.spies import mean_accepted, recorded_steps
+from vllm import LLM
+from vllm.model_executor.models.mimo_mtp import MiMoMultiTokenPredictorLayer
+
+from vllm_medusa.integration.eagle_trees import EagleTrees
+
+pytestmark = pytest.mark.engine
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(tmp_path_factory.mktemp("mtp"))
+
+
+def test_chain_is_that_of_vllm(case: Case) -> None:
+    assert_chain_of_vllm(case, {"method": "mtp"}, mtp_config("chain"))
+
+
+@pytest.mark.parametrize("kind", [GLM, ERNIE], ids=lambda kind: kind.architecture)
+def test_other_modules(kind: Kind, tmp_path: Path) -> None:
+    """Random modules, so future tokens are planted; GLM's norms its states before the LM head."""
+    target, prompts = save_random(tmp_path, kind), random_prompts(4, VOCAB, 8, 40)
+    with engine(target) as llm:
+        outputs = [list(c.token_ids) for c in complete(llm, prompts, greedy(TOKENS))]
+    case = Case(target, None, None, target, prompts, outputs)  # type: ignore[arg-type]
+    assert_chain_of_vllm(case, {"method": "mtp"}, mtp_config("chain"), plant=True)
+
+
+@pytest.fixture(scope="module")
+def plain(case: Case) -> Any:
+    with engine(case.target) as llm:
+        return complete(llm, LONG, PARAMS)
+
+
+@pytest.fixture(scope="module")
+def llm(case: Case, plain: Any) -> Iterator[LLM]:
+    """Few blocks of 32, steps of 96 tokens: chunked prefill, preempted requests."""
+    with engine(
+        case.target,
+        mtp_config({"width": 3, "depth": 4}, budget=12),
+        block_size=32,
+        num_gpu_blocks_override=sized(40, 20),
+        max_model_len=512,
+        max_num_batched_tokens=96,
+        enable_prefix_caching=True,
+    ) as llm:
+        yield llm
+
+
+def test_exact_in_mixed_steps(case: Case, llm: LLM, plain: Any) -> None:
+    """Greedy and seeded requests; the module's entries are also in the prefix cache."""
+    preempted, hits = metric(llm, "num_preemptions"), metric(llm, "prefix_cache_hits")
+    assert run(case, llm, plain, every=sized(5, 3)) > 50
+    assert metric(llm, "num_preemptions") > preempted
+    assert metric(llm, "prefix_cache_hits") > hits
+
+
+def norm_left_out(patch: Patch) -> None:
+    """The target's hidden states are not normed."""
+    forward = MiMoMultiTokenPredictorLayer.forward
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.hidden_layernorm.forward = lambda states: states
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            del self.hidden_layernorm.forward
+
+    patch.setattr(MiMoMultiTokenPredictorLayer, "forward", wrong)
+
+
+def positions_of_slots(patch: Patch) -> None:
+    """Siblings have the positions of their slots, not of their depth."""
+    forward = EagleTrees._forward
+
+    def wrong(
+        self: Any, common: Any, ids: Any, positions: Any, hidden: Any, branches: Any = None
+    ) -> Any:
+        if branches is not None:
+            positions = positions + torch.arange(common.max_query_len).repeat(common.num_reqs)
+        return forward(self, common, ids, positions, hidden, branches)
+
+    patch.setattr(EagleTrees, "_forward", wrong)
+
+
+@pytest.mark.parametrize("breaks", [norm_left_out, positions_of_slots])
+def test_negative_controls(
+    case: Case, llm: LLM, plain: Any, monkeypatch: Patch, breaks: Callable[[Patch], None]
+) -> None:
+    """Tokens are correct for any output of the module, but its states are wrong."""
+    breaks(monkeypatch)
+    with pytest.raises(AssertionError, match="not close"):
+        run(case, llm, plain, every=4, some=slice(3))
+
+
+def test_acceptance_depends_on_the_norm(case: Case, llm: LLM, monkeypatch: Patch) -> None:
+    """The module predicts these outputs; without a norm its drafts are rejected."""
+    accepted = []
+    for breaks in (False, True):
+        if breaks:
+            norm_left_out(monkeypatch)
+        with recorded_steps() as steps:
+            got = complete(llm, case.prompts, greedy(TOKENS))
+        assert [list(completion.token_ids) for completion in got] == case.outputs
+        accepted.append(mean_accepted(steps))
+    right, wrong = accepted
+    assert right > 2 > 4 * wrong
