@@ -13,6 +13,7 @@ from support.eagle_runs import LONG, PARAMS, assert_chain_of_vllm, run
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.mtp import ERNIE, GLM, Kind, make_case, mtp_config, save_random
+from support.planted import planted
 from support.runner import sized
 from support.spies import mean_accepted, recorded_steps
 from vllm import LLM
@@ -42,6 +43,11 @@ def test_other_modules(kind: Kind, tmp_path: Path) -> None:
         outputs = [list(c.token_ids) for c in complete(llm, prompts, greedy(TOKENS))]
     case = Case(target, None, None, target, prompts, outputs)  # type: ignore[arg-type]
     assert_chain_of_vllm(case, {"method": "mtp"}, mtp_config("chain"), plant=True)
+    tree = mtp_config({"width": 3, "depth": 3}, budget=8)
+    with engine(target, tree) as llm, planted(prompts, outputs, VOCAB), recorded_steps() as steps:
+        got = complete(llm, prompts, greedy(TOKENS))
+    assert [list(completion.token_ids) for completion in got] == outputs
+    assert mean_accepted(steps) > 1
 
 
 @pytest.fixture(scope="module")

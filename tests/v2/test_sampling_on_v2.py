@@ -16,6 +16,7 @@ def test_on_v2() -> None:
         "tests/v2/test_dynamic_trees.py",
         "tests/v2/test_eagle.py",
         "tests/e2e/test_eagle.py::test_exact_in_mixed_steps",
+        "tests/e2e/test_mtp.py::test_exact_in_mixed_steps",
         "tests/e2e/test_sampling.py::test_all_kinds_in_one_batch",
         "tests/e2e/test_sampling.py::test_bad_words",
         "tests/e2e/test_adapters.py::test_adapters_in_one_batch",

@@ -35,7 +35,7 @@ from vllm_medusa.tree.draft_trees import DraftTrees
 
 
 class Drafter(Protocol):
-    """A drafter: Medusa or Hydra heads, or an EAGLE drafter.
+    """A drafter: Medusa or Hydra heads, an EAGLE drafter, or an MTP module.
 
     To add heads that read only the target's hidden state, add a branch to
     `drafting.MedusaDrafter`, `proposer.propose_tree` and `options._dynamic`, and a step class in
