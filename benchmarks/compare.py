@@ -1,14 +1,14 @@
-"""Drafters and kinds of trees against plain vLLM: speed, load, tau, noise, lookup and drafters.
+"""Drafters and forms of trees against plain vLLM: speed, load, tau, tokens, noise, lookup, ...
 
     python -m benchmarks speed --drafter DRAFTER --texts FOLDER_OF_PROMPTS
     python -m benchmarks load --batch 1 4 16 --drafter DRAFTER    # full batches
     python -m benchmarks drafters --drafter HEADS --others HYDRA EAGLE3
 
-These are one benchmark with different defaults. With --rounds 0 nothing is timed: tokens per step
-depend only on the texts, so other load on the machine does not matter; values after +- are standard
-errors over prompts. With --waves 3 a turn has three answers per batch slot: when an answer has
-ended, the next request takes its slot, as in a server. Each answer then has its own length, 0.5 to
-1.5 of --max-tokens, because answers of equal length end together only in plain vLLM.
+These are one benchmark with different defaults (`runner.CASES`). With --rounds 0 nothing is timed:
+tokens per step depend only on the texts, so other load on the machine does not matter; values after
++- are standard errors over prompts. With --waves 3 a turn has three answers per batch slot: when an
+answer has ended, the next request takes its slot, as in a server. Each answer then has its own
+length, 0.5 to 1.5 of --max-tokens, because answers of equal length end together only in plain vLLM.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.walks import walked_tree
 from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.heads.eagle import drafter_method
+from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.batch import Conversation, Engine, Request
 from vllm_medusa.offline.engine import medusa_config
@@ -105,12 +106,17 @@ def run(options: CompareOptions, progress: Progress) -> Iterator[Row]:
 def arms(folders: list[Path], options: CompareOptions, progress: Progress) -> list[Arm]:
     """The arms to compare with plain vLLM, drafter by drafter."""
     found: list[Arm] = []
+    names = [folder.name for folder in folders]
     for folder in folders:
+        unique = names.count(folder.name) == 1
+        label = folder.name if unique else "/".join(folder.absolute().parts[-2:])
         for form in (form for form in options.forms if form != "ngram"):
             sizes = options.chain if form in ("chain", "stock") else options.nodes
             for size in (0,) if form.startswith(AUTOMATIC) else sizes:
                 shares = form in ("dynamic", "noiseless") and not options.rounds
-                if arm := arm_of(folder, form, size, max(options.nodes) if shares else size):
+                if arm := arm_of(
+                    folder, form, size, budget=max(options.nodes) if shares else size, label=label
+                ):
                     if form == "dynamic" and "noiseless" in options.forms:
                         arm = replace(arm, against=f"{arm.what['drafter']}, noiseless {size}")
                     found.append(arm)
@@ -127,7 +133,7 @@ def _ngrams(options: CompareOptions) -> Iterator[Arm]:
         yield Arm(f"n-gram {size}, vLLM's", config, what, stock=True)
 
 
-def arm_of(folder: Path, form: str, size: int, budget: int = 0) -> Arm | None:
+def arm_of(folder: Path, form: str, size: int, *, budget: int = 0, label: str = "") -> Arm | None:
     """One form of a drafter, with ``size`` draft nodes; None if the drafter does not support it.
 
     With another ``budget``, requests limit a dynamic tree to ``size``: arms can share an engine.
@@ -135,7 +141,7 @@ def arm_of(folder: Path, form: str, size: int, budget: int = 0) -> Arm | None:
     budget = budget or size
     where, method = str(folder.absolute()), drafter_method(folder)
     config: dict[str, Any] = {"method": method or "medusa", "model": where}
-    drafter, against = folder.name, ""
+    drafter, against = label or folder.name, ""
     match form:
         case "automatic":
             config = medusa_config(where, {"budget": "auto"})
@@ -167,11 +173,21 @@ def arm_of(folder: Path, form: str, size: int, budget: int = 0) -> Arm | None:
             if method is None and peek_heads(folder).is_hydra:
                 return None  # vLLM does not support Hydra heads
     what: dict[str, Any] = {"drafter": drafter, "form": form}
+    if form != "lookup":
+        what |= training_of(folder)
     name = f"{drafter}, {form}"
     if size:
         what["nodes"], name = size, f"{name} {size}"
     request = {"medusa": {"max_draft_tokens": size}} if budget > size else None
     return Arm(name, config, what, stock=form == "stock", against=against, request=request)
+
+
+def training_of(folder: Path) -> dict[str, Any]:
+    """The kind of a drafter, and the number of generated tokens it was trained on, if known."""
+    kind = drafter_method(folder) or ("hydra" if peek_heads(folder).is_hydra else "medusa")
+    about = find_checkpoint(folder).config.get("medusa") or {}
+    tokens = about.get("training", {}).get("tokens")
+    return {"kind": kind} | ({"training_tokens": tokens} if tokens else {})
 
 
 def static_paths(folder: Path, nodes: int) -> list[list[int]]:
@@ -231,6 +247,7 @@ COLUMNS = {
     "temperature": ("T", "g"),
     "batch": ("batch", "d"),
     "drafter": ("drafter", ""),
+    "training_tokens": ("trained on tokens", ",d"),
     "form": ("form", ""),
     "nodes": ("draft nodes", "d"),
     "tau": ("tau", ".2f"),
@@ -254,6 +271,7 @@ LOAD_DEFAULTS: dict[str, Any] = {"forms": ("automatic", "dynamic"), "nodes": (2,
 LOAD_DEFAULTS |= {"batch": (1, 2, 4, 8, 16, 32, 64), "waves": 3, "max_tokens": 24}
 TAU_DEFAULTS: dict[str, Any] = {"forms": ("static", "dynamic"), "nodes": (2, 4, 7, 15, 31)}
 TAU_DEFAULTS |= {"batch": (8,), "rounds": 0}
+TOKENS_DEFAULTS = TAU_DEFAULTS | {"forms": ("dynamic",), "nodes": (4, 15), "batch": (16,)}
 NOISE_DEFAULTS = TAU_DEFAULTS | {"forms": ("noiseless", "dynamic")}
 NOISE_DEFAULTS |= {"temperatures": (0.5, 0.7, 1.0, 1.3)}
 LOOKUP_DEFAULTS = TAU_DEFAULTS | {"forms": ("dynamic", "lookup", "both"), "nodes": (15,)}
@@ -269,6 +287,8 @@ BY_NODES = Plot("nodes", ("tau",), ("drafter", "form"))
 SPEED = case({"nodes": (7,), "chain": (3,)}, Plot("batch", ("ratio", "tau")))
 LOAD = case({"batch": (1, 8)}, Plot("batch", ("ratio",)), **LOAD_DEFAULTS)
 TAU = case({"nodes": (4,), "rounds": 0}, BY_NODES, **TAU_DEFAULTS)
+BY_TOKENS = Plot("training_tokens", ("tau",), ("kind", "nodes"))
+TOKENS = case({"nodes": (4,), "rounds": 0}, BY_TOKENS, **TOKENS_DEFAULTS)
 NOISE = case({"nodes": (4,), "rounds": 0}, BY_NODES, **NOISE_DEFAULTS)
 LOOKUP = case({"rounds": 0}, BY_NODES, **LOOKUP_DEFAULTS)
 DRAFTERS = case({"nodes": (7,), "rounds": 0}, BY_NODES, **TAU_DEFAULTS | {"forms": ALL_FORMS})

@@ -36,6 +36,7 @@ CASES = {  # name -> (location of its `Case`, what it measures)
     ),
     "load": ("compare.LOAD", "the automatic budget and static trees, by batch size"),
     "tau": ("compare.TAU", "tokens per step of dynamic and static trees, by number of nodes"),
+    "tokens": ("compare.TOKENS", "tokens per step of drafters, by number of training tokens"),
     "noise": ("compare.NOISE", "tokens per step with and without shared noise, by temperature"),
     "lookup": ("compare.LOOKUP", "tokens per step of a drafter, of lookup and of both in one tree"),
     "drafters": ("compare.DRAFTERS", "tokens per step of several drafters in all forms"),

@@ -1,9 +1,11 @@
 """Benchmarks of engines: which numbers may be reported, and their arithmetic."""
 
+import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +129,19 @@ def test_only_existing_heads_have_arms():
     assert both.config["lookup"] and both.against == arm_of(folder, "dynamic", 7).name
     assert arm_of(folder, "lookup", 7).config == {"method": "medusa", "lookup": True, "budget": 7}
     assert arm_of(folder, "automatic", 0).config["budget"] == "auto"
+
+
+def test_folders_of_the_same_name_have_their_own_arms(tmp_path):
+    folders = [tmp_path / "more" / "heads", ASSETS["drafter"]]
+    copytree(ASSETS["drafter"], folders[0])
+    config = folders[0] / "config.json"
+    about = json.loads(config.read_text())
+    about["medusa"]["training"]["tokens"] = 1234
+    config.write_text(json.dumps(about))
+    found = arms(folders, CompareOptions(forms=("dynamic",), nodes=(4,)), SILENT)
+    assert [arm.name for arm in found] == ["more/heads, dynamic 4", "assets/heads, dynamic 4"]
+    assert [arm.what.get("training_tokens") for arm in found] == [1234, None]
+    assert {arm.what["kind"] for arm in found} == {"medusa"}
 
 
 def test_automatic_is_compared_with_the_best_alternative():

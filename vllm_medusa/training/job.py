@@ -117,9 +117,12 @@ class Job:
         elif main:  # before training, because files may be removed later
             data = [path for path in (files.data, files.heldout) if path is not None]
             self._origin = [provenance(self._command, data)]
+            self._tokens: int | None = sum(r.num_generated for r in self.inputs.train)
             if start := self.options.heads.start_heads:
-                config = find_checkpoint(start).config
-                self._origin[:0] = provenance_of(config.get("medusa") or {})
+                about = find_checkpoint(start).config.get("medusa") or {}
+                self._origin[:0] = provenance_of(about)
+                before = about.get("training", {}).get("tokens")
+                self._tokens = None if before is None else self._tokens + before
         return run
 
     def load_target(self, source: str | Path | None = None, *, quantized: bool = True) -> Target:
@@ -267,7 +270,8 @@ class Job:
         config = {
             "base_model_name_or_path": name,
             "target": dict(target or self.inputs.fingerprint),
-            "training": self.settings | dict(more),
+            # tokens: generated ones, of all trainings of these heads; None: unknown
+            "training": self.settings | {"tokens": self._tokens} | dict(more),
             "provenance": self._origin,
         }
         if isinstance(heads, EagleDrafter):

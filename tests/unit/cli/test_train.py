@@ -123,6 +123,11 @@ def test_training_continues_from_heads(data, tmp_path, kind, capsys):
     before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    tokens = [
+        json.loads((folder / "config.json").read_text())["medusa"]["training"]["tokens"]
+        for folder in (first, second)
+    ]
+    assert tokens[0] > 0 and tokens[1] == 2 * tokens[0]
     third = tmp_path / "third"
     assert run(*arguments(data, third, *shape, *more, "--num-heads", "3")) == 2
     assert "--num-heads is 3, but --start-heads" in said(capsys) and not third.exists()
