@@ -56,11 +56,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _result(page: Path) -> str:
     """A table of results with its plot and a link to its figures."""
-    name = page.stem
-    text = f"# {name}\n\n{page.read_text(encoding='utf-8')}\n"
+    text, name = page.read_text(encoding="utf-8"), page.stem
     if page.with_suffix(".png").is_file():
         text += f"\n## Plot\n\n![{name}]({name}.png)\n"
-    return text + f"\nAll figures: [{name}.json]({name}.json)\n"
+    return f"# {name}\n\n{text}\nAll figures: [{name}.json]({name}.json)\n"
 
 
 def _part(name: str) -> Iterator[str]:
@@ -83,21 +82,22 @@ def _commands() -> Iterator[str]:
     (every,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     for name in COMMANDS:
         own = every.choices[name]
-        needed = [" ".join([*a.option_strings[:1], _value(a)]) for a in own._actions if a.required]
-        yield f"## {name}\n\n```\nvllm-medusa {' '.join([name, *needed])} ...\n```\n"
-        yield f"{own.description}\n"
+        actions = sorted(own._actions, key=lambda action: bool(action.option_strings))
+        needed = [" ".join([*a.option_strings[:1], _value(a)]) for a in actions if a.required]
+        usage = " ".join(["vllm-medusa", name, *needed, "..."])
+        yield f"## {name}\n\n```\n{usage}\n```\n\n{own.description}\n"
         for group in own._action_groups:
-            if actions := [a for a in group._group_actions if a.dest != "help"]:
+            if shown := [a for a in group._group_actions if a.dest != "help"]:
                 yield f"*{str(group.title).capitalize()}*\n"
-                yield from _options(actions)
+                yield from _options(shown)
         yield f"```text\n{own.epilog.strip()}\n```\n" if own.epilog else ""
 
 
 def _options(actions: Iterable[argparse.Action]) -> Iterator[str]:
     yield from ("| option | meaning |", "|---|---|")
     for each in actions:
-        names = [*each.option_strings, *[_value(each)] * (each.nargs != 0)]
-        yield f"| `{' '.join(names)}` | {_cell((each.help or '').replace('%%', '%'))} |"
+        names = [", ".join(each.option_strings), _value(each) if each.nargs != 0 else ""]
+        yield f"| `{' '.join(names).strip()}` | {_cell((each.help or '').replace('%%', '%'))} |"
     yield ""
 
 
