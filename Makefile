@@ -13,7 +13,7 @@ DEMO_ARGS ?=
 MINUTES ?= 10
 export VENV
 
-.PHONY: help setup demo drafters test lint format unit fuzz wheel soak serve-example clean
+.PHONY: help setup demo drafters test lint format unit docs fuzz wheel soak serve-example clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/ -/' | sort
@@ -44,6 +44,12 @@ format: setup  ## format the sources
 
 unit: setup  ## run the fast tests, which start no engine
 	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+docs: setup  ## build the documentation site in build/site; broken links are errors
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || \
+		$(BIN)/python -m pip install -q --disable-pip-version-check 'vllm-medusa[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "docs: build/site/index.html"
 
 fuzz: setup  ## compare random engines with plain vLLM for MINUTES; ENGINE and REQUESTS reproduce a failure
 	PYTHONPATH=tests $(BIN)/python -m support.fuzz --minutes $(MINUTES) \

@@ -165,7 +165,10 @@ class _DraftOptions(_Options):
     revision: str | None = Field(
         default=None, min_length=1, description="a branch, tag or commit of the repository"
     )
-    acceptance: AcceptanceConfig = Field(default_factory=AcceptanceConfig)
+    acceptance: AcceptanceConfig = Field(
+        default_factory=AcceptanceConfig,
+        description='"lossless", "typical" or a dict such as {"mode": "typical", "epsilon": 0.1}',
+    )
     num_speculative_tokens: int | None = Field(
         default=None,
         ge=1,

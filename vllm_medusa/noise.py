@@ -11,7 +11,7 @@ token. So the tokens, seeded or not, are the same as without drafts (arXiv 2408.
 
 SCALE and WEIGHT are below 1 because drafters approximate p only roughly: with the full weight of G,
 q would be trusted too much. In an engine with SmolLM2's Hydra heads and trees of four nodes, tau
-was 1.51 without and 1.56 with noise at T 0.7, and 1.40 and 1.54 at T 1.0 (docs/results.md). Top-k
+was 1.51 without and 1.56 with noise at T 0.7, and 1.40 and 1.54 at T 1.0 (docs/results). Top-k
 and top-p are not applied to q, because tokens outside q's own top-k or top-p set are drawn often:
 one of four children of the root is drawn in 53.7 % of cases at T 1.0 and top-p 0.9; in 51.6 % if q
 is masked, in 46.1 % without noise (simulated).

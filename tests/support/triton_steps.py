@@ -25,11 +25,11 @@ MAX_SEQS, BLOCK, DIM = 6, 16, 32
 HEADS, KV_HEADS = COMMON["num_attention_heads"], COMMON["num_key_value_heads"]
 
 
-def make_config(target: str, heads: str | None, budget: Any = None) -> Any:
+def make_config(target: str, heads: str | None, budget: Any = None, **more: Any) -> Any:
     """An engine's config; with ``heads``, for `TREE`, or for dynamic trees with a budget."""
     speculative = {"method": "medusa", "model": heads, "tree": TREE.to_lists()}
     if budget is not None:
-        speculative = {"method": "medusa", "model": heads, "budget": budget}
+        speculative = {"method": "medusa", "model": heads, "budget": budget, **more}
     return EngineArgs(
         target,
         dtype="float32",

@@ -1,5 +1,9 @@
 """vLLM's own counters and log for trees, and step counters, without an engine."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -106,6 +110,34 @@ def test_steps_of_dynamic_trees(target, random_heads, config, budget):
     if budget != 7:  # whose times are not measured
         expected |= {"timed_steps": 1, "measured_ms": 12, "expected_ms": 10, "expected_ratio": 1.25}
     assert reported() == expected
+
+
+def registered():
+    """The names of all series in the registry."""
+    found = set()
+    for family in (family for family in REGISTRY.collect() if family.name.startswith("vllm:")):
+        ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+        found |= {family.name + end for end in ends.get(family.type, [""])}
+    return found
+
+
+def test_the_documentation_has_the_registered_metrics(target, random_heads, config):
+    PrometheusStatLogger(make_config(target, random_heads, "auto", lookup=True), [0])
+    found = registered()
+    root = Path(__file__).parents[3]
+    dashboard = json.loads((root / "examples" / "grafana_dashboard.json").read_text())
+    shown = {t["expr"] for panel in dashboard["panels"] for t in panel["targets"]}
+    assert names_in("\n".join(shown)) <= found
+    assert names_in(dashboard["templating"]["list"][1]["query"]) <= found
+    page = names_in((root / "docs" / "reference" / "metrics.md").read_text())
+    assert page <= found
+    ours = {name for name in found if name.startswith("vllm:medusa_")}
+    assert ours == {name for name in page if name.startswith("vllm:medusa_")}
+    assert "vllm:medusa_wrong_total" not in found
+
+
+def names_in(text):
+    return set(re.findall(r"vllm:\w+", text))
 
 
 def test_static_trees_send_no_report(target, random_heads, config):

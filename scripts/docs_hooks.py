@@ -1,0 +1,119 @@
+"""Hooks of MkDocs: parts of the site that are made from the sources, so that no fact has two homes.
+
+In a page, `{{ commands }}` becomes the reference of all commands, from the parsers of ``--help``;
+`{{ serve }}` the plugin's options of vLLM's server; `{{ MedusaConfig }}`, or another model of
+`vllm_medusa.config`, the table of its keys; `{{ Score }}` that part of `decode.py`. The README, the
+changelog and every table of ``benchmarks/results``, with its plot, become pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import posixpath
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from vllm_medusa import config as models
+from vllm_medusa.cli import COMMANDS, build_parser
+from vllm_medusa.integration.engine_args import _add_cli_args
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = "results/data"  # the tables' folder in the site
+PAGES = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages and pictures that are outside docs/."""
+    for name, page in PAGES.items():
+        text = (ROOT / f"{name}.md").read_text(encoding="utf-8").replace("](docs/", "](")
+        for other, site in PAGES.items():
+            text = text.replace(f"]({other}.md)", f"]({site}.md)")
+        files.append(File.generated(config, f"{page}.md", content=text))
+    for file in sorted((ROOT / "benchmarks" / "results").iterdir()):
+        path = f"{DATA}/{file.name}"
+        if file.suffix == ".md":
+            files.append(File.generated(config, path, content=_result(file)))
+        else:
+            files.append(File.generated(config, path, abs_src_path=str(file)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Fill in the generated parts; point links between docs/ and the results into the site."""
+    folder = posixpath.dirname(page.file.src_uri)
+    data = posixpath.relpath(DATA, folder or ".")
+    markdown = re.sub(r"\]\((\.\./)+benchmarks/results/", f"]({data}/", markdown)
+    if folder == DATA:
+        markdown = markdown.replace("](../../docs/", "](../../")
+    return re.sub(r"\{\{ (\w+) \}\}", lambda found: "\n".join(_part(found[1])), markdown)
+
+
+def _result(page: Path) -> str:
+    """A table of results with its plot and a link to its figures."""
+    text, name = page.read_text(encoding="utf-8"), page.stem
+    if page.with_suffix(".png").is_file():
+        text += f"\n## Plot\n\n![{name}]({name}.png)\n"
+    return f"# {name}\n\n{text}\nAll figures: [{name}.json]({name}.json)\n"
+
+
+def _part(name: str) -> Iterator[str]:
+    if name == "commands":
+        yield from _commands()
+    elif name == "serve":
+        parser = argparse.ArgumentParser(add_help=False)
+        yield from _options(_add_cli_args(lambda it: it, parser)._actions)
+    elif hasattr(models, name):
+        yield from _keys(getattr(models, name))
+    else:  # a commented part of decode.py, up to the next one
+        source = (ROOT / "vllm_medusa" / "decode.py").read_text(encoding="utf-8")
+        parts = re.split(r"^        # (?=[A-Z]\w+[.:,])|^    end", source, flags=re.MULTILINE)
+        (code,) = [part for part in parts if part.startswith(name)]
+        yield f"```python\n{dedent('        # ' + code)}```"
+
+
+def _commands() -> Iterator[str]:
+    """All commands but `serve`, whose options are vLLM's."""
+    (every,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for name in COMMANDS:
+        own = every.choices[name]
+        actions = sorted(own._actions, key=lambda action: bool(action.option_strings))
+        needed = [" ".join([*a.option_strings[:1], _value(a)]) for a in actions if a.required]
+        usage = " ".join(["vllm-medusa", name, *needed, "..."])
+        yield f"## {name}\n\n```\n{usage}\n```\n\n{own.description}\n"
+        for group in own._action_groups:
+            if shown := [a for a in group._group_actions if a.dest != "help"]:
+                yield f"*{str(group.title).capitalize()}*\n"
+                yield from _options(shown)
+        yield f"```text\n{own.epilog.strip()}\n```\n" if own.epilog else ""
+
+
+def _options(actions: Iterable[argparse.Action]) -> Iterator[str]:
+    yield from ("| option | meaning |", "|---|---|")
+    for each in actions:
+        names = [", ".join(each.option_strings), _value(each) if each.nargs != 0 else ""]
+        yield f"| `{' '.join(names).strip()}` | {_cell((each.help or '').replace('%%', '%'))} |"
+    yield ""
+
+
+def _value(action: argparse.Action) -> str:
+    return action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+
+
+def _keys(model: type[models._Options]) -> Iterator[str]:
+    yield from ("| key | default | value |", "|---|---|---|")
+    for name, field in model.model_fields.items():
+        default = field.get_default(call_default_factory=True, validated_data={})
+        default = default.mode if isinstance(default, models.AcceptanceConfig) else default
+        shown = "required" if field.is_required() else f"`{json.dumps(default)}`"
+        yield f"| `{model.names.get(name, name)}` | {shown} | {_cell(field.description or '')} |"
+    yield ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")

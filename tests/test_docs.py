@@ -1,0 +1,182 @@
+"""What the documentation names exists: commands and their options, keys, files, error messages."""
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks.runner import CASES
+from vllm_medusa.cli import COMMANDS, build_parser, options_of
+from vllm_medusa.config import GROWN_METHODS, MedusaConfig
+from vllm_medusa.options import from_flags
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "demo/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+EVERY = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+OTHERS = {  # flags of programs that are neither ours nor vLLM's
+    *("--extra-index-url", "--target", "--no-deps"),  # pip
+    *("--dist", "--num-processes"),  # pytest, accelerate
+}
+FORMER = ("demo/target", "demo/heads")  # named in commands of old results
+
+
+def commands_of(page):
+    """Lines of a page's code blocks, continuation lines joined."""
+    for _, code in FENCE.findall(page.read_text()):
+        for line in code.replace("\\\n", " ").splitlines():
+            yield line.strip().removeprefix(".venv/bin/")
+
+
+def speculative_configs(text):
+    """The dicts with a "method" in a page, as JSON or as Python with comments."""
+    for start in (found.start() for found in re.finditer(r'\{\s*"method"', text)):
+        depth, end = 0, start
+        while depth or end == start:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        found = re.sub(r"\s#.*", "", text[start:end])
+        if "..." in found:  # abbreviated
+            continue
+        try:
+            yield json.loads(found)
+        except ValueError:
+            yield ast.literal_eval(found)
+
+
+def check_config(config):
+    kind = GROWN_METHODS.get(config["method"], MedusaConfig)
+    kind.from_speculative_config(config)
+
+
+@cache
+def make_targets():
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@EVERY
+def test_commands_are_accepted(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for line in commands_of(page):
+        if re.match(r"make\b", line):
+            words = shlex.split(line, comments=True)[1:]
+            assert {word for word in words if "=" not in word} <= make_targets(), line
+        if not line.startswith("vllm-medusa ") or "..." in line:
+            continue
+        command, *words = ("7" if word == "N" else word for word in shlex.split(line)[1:])
+        if command == "serve":  # all other options are vLLM's
+            assert set(FLAG.findall(line)) & {"--speculative-model", "--speculative-config"}
+            continue
+        args = build_parser().parse_args([command, *words])
+        from_flags(options_of(COMMANDS[args.command][0]), args)
+
+
+@EVERY
+def test_named_commands_exist(page):
+    text = page.read_text()
+    for name in re.findall(r"`(?:\.venv/bin/)?vllm-medusa\s+([a-z]\w*)", text):
+        assert name in (*COMMANDS, "serve")
+    for name in re.findall(r"python -m benchmarks\s+([a-z]+)", text):
+        assert name in CASES
+    assert set(re.findall(r"`make\s([a-z-]+)", text)) <= make_targets()
+
+
+@cache
+def known_flags():
+    """Flags of the commands, the benchmarks, the demo and the example for Ray."""
+    (commands,) = (action for action in build_parser()._actions if action.choices)
+    found = {flag for own in commands.choices.values() for flag in own._option_string_actions}
+    folders = [ROOT / "benchmarks", ROOT / "demo", ROOT / "examples"]
+    for text in (file.read_text() for folder in folders for file in folder.glob("*.py")):
+        names = re.findall(r"^    (\w+): .*option\(", text, re.MULTILINE)
+        found |= {*FLAG.findall(text), *(f"--{name.replace('_', '-')}" for name in names)}
+    return found
+
+
+@cache
+def vllm_options():
+    """Names of fields and flags in vLLM's sources of its arguments, without importing it."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        pytest.skip("vLLM is not installed")
+    folder = Path(spec.submodule_search_locations[0])
+    files = [folder / "engine" / "arg_utils.py", *folder.glob("entrypoints/**/cli_args.py")]
+    return "\n".join(file.read_text() for file in files)
+
+
+@EVERY
+def test_named_flags_exist(page):
+    text = page.read_text()
+    for flag in sorted(set(FLAG.findall(text)) - known_flags() - OTHERS):
+        option = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        assert flag in ("--help", "--speculative-model") or option in vllm_options(), flag
+
+
+@EVERY
+def test_speculative_configs_are_valid(page):
+    for config in speculative_configs(page.read_text()):
+        check_config(config)
+
+
+@EVERY
+def test_named_files_exist(page):
+    text = page.read_text()
+    folders = r"examples|tests|scripts|docs|benchmarks|demo|vllm_medusa"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)[`\s]", text):
+        assert name in FORMER or (ROOT / name).exists(), name
+    parts = "|".join(p.name for p in (ROOT / "vllm_medusa").iterdir() if p.is_dir())
+    for name in re.findall(rf"`((?:{parts})/[\w./-]*)`", text):
+        assert (ROOT / "vllm_medusa" / name).exists(), name
+
+
+@cache
+def messages():
+    """All string constants of the package; each value that is filled in is a NUL."""
+    found = []
+    for file in (ROOT / "vllm_medusa").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (
+                    part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
+                )
+                found.append("".join(parts))
+    return "\n".join(found)
+
+
+def quoted_messages(text):
+    """Messages in the first column of the tables, split at the values that are filled in."""
+    for line in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE):
+        yield [part for part in (part.strip() for part in line.split("...")) if len(part) > 3]
+
+
+def test_quoted_error_messages_are_those_of_the_package():
+    text = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
+    quoted = list(quoted_messages(text))
+    assert len(quoted) >= 15
+    missing = [part for parts in quoted for part in parts if part not in messages()]
+    assert not missing
+    assert all(max(map(len, parts)) > 12 for parts in quoted)
+
+
+def test_a_wrong_message_is_found():
+    (parts,) = quoted_messages("| `The heads in ... do not match the target` | |")
+    assert parts[0] in messages() and parts[1] not in messages()
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    generated = {f"results/data/{p.name}" for p in (ROOT / "benchmarks" / "results").glob("*.md")}
+    generated |= {"index.md", "contributing.md", "changelog.md"}
+    written = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert listed == written | generated
