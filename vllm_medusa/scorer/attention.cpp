@@ -108,20 +108,6 @@ template <> struct Products<BFloat16, true> {
   static constexpr int TILE = 16, STEP = 32;
   static constexpr bool ROUNDS_WEIGHTS = true;
 
-  struct Tiles {  // all eight have 16 rows of 64 bytes
-    struct alignas(64) Config {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    };
-    Tiles() {
-      static const long denied = syscall(SYS_arch_prctl, 0x1023, 18);  // ARCH_REQ_XCOMP_PERM
-      static const Config config;
-      if (!denied) _tile_loadconfig(&config);  // vLLM uses this layout only where it is allowed
-    }
-    ~Tiles() { _tile_release(); }
-  };
-
   // fp32 [16, size] -> bf16, rows `size` elements apart
   static std::vector<uint16_t>& halves(const float* from, int64_t size) {
     static thread_local std::vector<uint16_t> found;
