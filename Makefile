@@ -47,7 +47,7 @@ unit: setup  ## run the fast tests, which start no engine
 
 docs: setup  ## build the documentation site in build/site; broken links are errors
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || \
-		$(BIN)/python -m pip install -q --disable-pip-version-check 'vllm-medusa[docs]'
+		$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "docs: build/site/index.html"
 

@@ -180,3 +180,20 @@ def test_every_page_is_in_the_navigation():
     generated |= {"index.md", "contributing.md", "changelog.md"}
     written = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert listed == written | generated
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks" / "results").glob("*.md"))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_links_lead_to_files_of_the_repository(page):
+    """`scripts/docs_hooks.py` points them into the site, where `mkdocs build --strict` checks."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        file, _, anchor = link.partition("#")
+        if not re.match(r"https?:", link) and file:
+            assert (page.parent / file).exists(), link
+        if anchor and file.endswith(".md"):
+            titles = re.findall(r"^#+ (.*)$", (page.parent / file).read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in slugs, link
