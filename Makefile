@@ -47,7 +47,7 @@ unit: setup  ## run the fast tests, which start no engine
 
 docs: setup  ## build the documentation site in build/site; broken links are errors
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || \
-		$(BIN)/python -m pip install -q --disable-pip-version-check 'vllm-medusa[docs]'
+		$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "docs: build/site/index.html"
 
@@ -56,7 +56,7 @@ fuzz: setup  ## compare random engines with plain vLLM for MINUTES; ENGINE and R
 		$(if $(ENGINE),--engine $(ENGINE)) $(if $(REQUESTS),--requests $(REQUESTS)) \
 		$(if $(RUNNER),--runner $(RUNNER))
 
-wheel:  ## test the README's commands with the wheel in a fresh environment
+wheel:  ## build sdist and wheel, and test them in a fresh environment
 	@scripts/check_wheel.sh
 
 SOAK_ARGS ?=

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the wheel, install it with its extras into a fresh environment, and test what the README
-# promises there, outside the clone. Takes about ten minutes; the exit status is 0 on success.
+# Build the sdist, from it the wheel, install that with its extras into a fresh environment, and test
+# what the README promises there, outside the clone. Takes about ten minutes; the exit status is 0 on success.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 readonly PYTHON="${PYTHON:-python3}"
@@ -12,7 +12,9 @@ trap '[[ -z "$server" ]] || kill "$server" 2>/dev/null; rm -rf "$folder"' EXIT
 step() { printf '\nwheel: %s\n' "$*"; }
 
 step "build and install"
-"$PYTHON" -m pip wheel -q --no-deps -w "$folder" . && rm -rf build
+"$PYTHON" -m venv "$folder/build"
+"$folder/build/bin/pip" install -q --disable-pip-version-check build
+"$folder/build/bin/python" -m build -o "$folder" . >/dev/null # the wheel is built from the sdist
 wheels=("$folder"/*.whl)
 VENV="$folder/venv" PACKAGE="${wheels[0]}[cpu,train,parquet]" scripts/setup.sh
 cp -r tests/assets/target tests/assets/heads tests/assets/prompts.jsonl "$folder"
@@ -24,10 +26,14 @@ readonly SMALL='{"kv_cache_memory_bytes": 268435456, "enforce_eager": true}'
 export VLLM_LOGGING_LEVEL=ERROR
 
 step "every command's help, without torch"
-for command in generate adapt distill train calibrate tree compare convert inspect; do
+for command in generate adapt distill train calibrate tree compare convert inspect doctor; do
     python -X importtime -m vllm_medusa.cli "$command" --help >help.txt 2>imports.txt
     ! grep -qE '\| +(torch|vllm)$' imports.txt || { echo "$command --help loads torch or vllm"; exit 1; }
 done
+
+step "version and doctor"
+vllm-medusa --version
+vllm-medusa doctor target heads
 
 step "LLM(...) with heads: plain vLLM's tokens"
 cat >both.py <<'PY'

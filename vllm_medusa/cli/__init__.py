@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, get_type_hints
 
-import vllm_medusa
-from vllm_medusa.cli import calibrate, checkpoints, compare, generate, serve, train
+from vllm_medusa.cli import calibrate, checkpoints, compare, doctor, generate, serve, train
 from vllm_medusa.cli.console import ConsoleProgress, run_job
 from vllm_medusa.cli.hub import find_models
 from vllm_medusa.options import Options, Parser, add_flags, from_flags
@@ -26,6 +25,7 @@ COMMANDS: dict[str, tuple[Callable[[Any, ConsoleProgress], int], str]] = {
     "convert": (checkpoints.run_convert, checkpoints.CONVERT),
     "inspect": (checkpoints.run_inspect, checkpoints.INSPECT),
     "compare": (compare.run, compare.COMPARE),
+    "doctor": (doctor.run, doctor.DOCTOR),
 }
 _RESUMABLE = ("generate", "distill", "train", "calibrate", "adapt")
 
@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["serve"]:  # every option after it belongs to vLLM
         sys.exit(serve.run(arguments[1:]))
+    if arguments == ["--version"]:
+        print(doctor.versions())
+        sys.exit()
     parser = build_parser()
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -61,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--version", action="version", version=f"vllm-medusa {vllm_medusa.__version__}"
+        "--version", action="store_true", help="versions of this package, vLLM, torch, Python"
     )
     commands = parser.add_subparsers(
         title="commands", dest="command", required=True, metavar="COMMAND"

@@ -17,7 +17,10 @@ from typing import Any
 
 from vllm.distributed import get_tp_group
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -132,7 +135,7 @@ def measure_step_costs(worker: Any) -> None:
 
 def _scheduler(worker: Any) -> _Practice:
     """A scheduler for the engine's config, without external connections."""
-    kv_cache_config = worker.model_runner.kv_cache_config
+    kv_cache_config = generate_scheduler_kv_cache_config([worker.model_runner.kv_cache_config])
     config = copy.copy(worker.vllm_config)
     config.kv_events_config = None
     config.cache_config = copy.copy(config.cache_config)

@@ -92,6 +92,14 @@ def refuse_unserved(arguments: Mapping[str, Any]) -> None:
         EngineArgs(**arguments).create_engine_config()
 
 
+def free_share() -> float:
+    """The available part of the memory that vLLM's CPU worker takes its share of."""
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+
+    node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+    return min(node.available_memory, available_memory()) / int(node.total_memory)
+
+
 class VllmEngine:
     """A vLLM engine that reports the tokens of every step of every request."""
 
@@ -117,13 +125,8 @@ class VllmEngine:
             if seeded:
                 defaults["enable_chunked_prefill"] = False
             if not MEMORY_OPTIONS & arguments.keys():
-                from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
-
                 # vLLM's default is 92 % of its NUMA node's memory; it fails if that is not free
-                node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
-                free = min(node.available_memory, available_memory())
-                share = 0.8 * free / node.total_memory
-                defaults["gpu_memory_utilization"] = round(min(0.5, share), 3)
+                defaults["gpu_memory_utilization"] = round(min(0.5, 0.8 * free_share()), 3)
         with _refusals(arguments["model"]):
             self.llm: LLM = LLM(**defaults | dict(arguments))
 

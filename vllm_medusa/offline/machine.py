@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,22 @@ _CGROUPS = (  # versions 2 and 1: memory limit, usage and statistics of a contai
 def describe_machine() -> dict[str, Any]:
     """Processor, cores this process may use, memory in GB, load average, and GPUs if any."""
     import psutil
-    import torch
 
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []  # empty: not Linux
     names = [line for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpus = []
+    if not metadata.version("torch").endswith("+cpu"):
+        import torch  # takes seconds
+
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": names[0].split(":", 1)[1].strip() if names else platform.machine(),
         "cores": cores,
         "memory_gb": round(psutil.virtual_memory().total / 1e9),
         "load_average_at_start": round(os.getloadavg()[0], 2),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": gpus,
     }
 
 

@@ -12,7 +12,7 @@ from vllm_medusa.cli import serve
 REPOSITORY = Path(__file__).parents[3]
 COMMANDS = (
     *("generate", "adapt", "distill", "train", "calibrate", "tree"),
-    *("convert", "inspect", "compare"),
+    *("convert", "inspect", "compare", "doctor"),
 )
 
 
