@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from vllm_medusa.convert.heads import Output
-from vllm_medusa.heads.eagle import LAYER_IDS, bare_names, default_layers, flat_config
+from vllm_medusa.heads.eagle import default_layers
+from vllm_medusa.heads.eagle_tensors import LAYER_IDS, bare_names, flat_config
 from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.heads.model import HeadsError
 
@@ -28,6 +29,7 @@ DRAFTER_FORMATS = {  # layer name, file name, and architecture in the config
 _LAYER = "layers.0."  # as vLLM calls it, see `bare_names`
 _DRAFTED = 5  # draft tokens; speculators' config requires a number, servers can override it
 _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_SUPPORTED = {"specforge": ("fc_norm", "norm_output")}  # since September 2026
 
 
 def write_drafter(to: str, files: CheckpointFiles, target: CheckpointFiles | None) -> Output:
@@ -45,7 +47,7 @@ def write_drafter(to: str, files: CheckpointFiles, target: CheckpointFiles | Non
             raise HeadsError(f"{files.label}: its d2t permutes a full vocabulary")
         tensors = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
         notes.append("its d2t, of a full vocabulary, is omitted: vLLM does not support it")
-    variants = [key for key in _VARIANTS if config.get(key)]
+    variants = [key for key in _VARIANTS if config.get(key) and key not in _SUPPORTED.get(to, ())]
     if to in ("safeailab", "specforge") and variants:
         name = {"safeailab": "SafeAILab's code", "specforge": "SpecForge"}[to]
         raise HeadsError(

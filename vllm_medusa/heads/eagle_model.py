@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_medusa.heads.eagle import LAYER_IDS, default_layers
+from vllm_medusa.heads.eagle import default_layers
+from vllm_medusa.heads.eagle_tensors import LAYER_IDS
 from vllm_medusa.heads.model import HeadsError
 
 _WIDTH_OF_HEAD = 64  # default if not in the target's config
