@@ -48,6 +48,8 @@ def write_drafter(to: str, files: CheckpointFiles, target: CheckpointFiles | Non
         tensors = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
         notes.append("its d2t, of a full vocabulary, is omitted: vLLM does not support it")
     variants = [key for key in _VARIANTS if config.get(key) and key not in _SUPPORTED.get(to, ())]
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        variants.append("sliding_attention")
     if to in ("safeailab", "specforge") and variants:
         name = {"safeailab": "SafeAILab's code", "specforge": "SpecForge"}[to]
         raise HeadsError(
@@ -72,6 +74,12 @@ def _read_tensors(files: CheckpointFiles) -> dict[str, Tensor]:
     """A drafter's tensors by vLLM's names."""
     names = {stored: name for name, stored in bare_names(files).items()}
     found = names.values()
+    for name in found:
+        if name == "mask_hidden" or name.endswith(("q_norm.weight", "k_norm.weight")):
+            raise HeadsError(
+                f"{files.label} has {name!r}: drafters with parallel levels (P-EAGLE) or layers of "
+                "Qwen3 can't be converted. Use it as it is"
+            )
     if not any(name.startswith(_LAYER) for name in found) or "lm_head.weight" not in found:
         raise HeadsError(
             f"{files.label} is not an EAGLE-3 drafter of one layer with an LM head. Drafters of "
@@ -87,7 +95,10 @@ def _read_config(files: CheckpointFiles, notes: list[str]) -> dict[str, Any]:
     config = flat_config(files.config)
     nested = config.pop("eagle_config", None) or {}
     if not isinstance(nested, Mapping) or not nested.get("use_aux_hidden_state", True):
-        raise HeadsError(f"{files.label} reads only the last hidden state, which is not supported")
+        raise HeadsError(
+            f"{files.label} reads only the last hidden state, which other layouts do not support. "
+            "Use it as it is"
+        )
     if LAYER_IDS not in config and (ids := nested.get(LAYER_IDS)):
         outputs = ids[0] == 1
         config[LAYER_IDS] = [layer + outputs for layer in ids]

@@ -58,7 +58,8 @@ class Layout:
     Attributes:
         method: vLLM's: "eagle3", or "eagle" for EAGLE-1 and 2.
         kind: "EAGLE-1 or 2", "EAGLE-3", "EAGLE-3.1" or `P_EAGLE`.
-        layout: whose folder it is: "SafeAILab", "SpecForge", "speculators" or "native".
+        layout: whose folder it is: "SafeAILab", "SpecForge" (SGLang's and NVIDIA's too),
+            "speculators" or "native".
         architecture: by vLLM's rules.
         module: "llama" or "qwen3"; None: vLLM has no such module, or it is not supported here.
         num_states: how many of the target's hidden states it reads.
@@ -290,10 +291,11 @@ def _module(config: Mapping[str, Any], method: str) -> tuple[str, str | None]:
     given: Collection[Any] = config.get("architectures") or ()
     name = str(next(iter(given), ""))
     if (trained := config.get("speculators_model_type")) is not None:
-        inner = config.get("transformer_layer_config") or {}
-        kind = {"llama": "Llama", "qwen3": "Qwen3"}.get(inner.get("model_type", "llama"), "")
-        name = {"eagle3": f"Eagle3{kind}", "peagle": f"Peagle{kind}"}.get(trained, "")
-        name += "ForCausalLM"
+        inner = (config.get("transformer_layer_config") or {}).get("model_type", "llama")
+        kind = {"llama": "Llama", "qwen3": "Qwen3"}.get(inner)
+        name = f"{trained} of speculators with a layer of {inner}"
+        if kind is not None and trained in ("eagle3", "peagle"):
+            name = f"{trained.capitalize()}{kind}ForCausalLM"
     elif method == "eagle":
         name = name if name.startswith("Eagle") else f"Eagle{name}"
     elif not (name.startswith(("Eagle3", "PEagle", "Peagle")) or name.endswith("Eagle3")):
@@ -304,10 +306,11 @@ def _module(config: Mapping[str, Any], method: str) -> tuple[str, str | None]:
 def _layout(config: Mapping[str, Any], architecture: str) -> str:
     if "speculators_model_type" in config:
         return "speculators"
-    if architecture.endswith("Eagle3") and config.get(LAYER_IDS):
-        return "native"
-    named = architecture.endswith("Eagle3") or architecture == "PEagleDraftModel"
-    return "SpecForge" if named or "eagle_config" in config else "SafeAILab"
+    if "eagle_config" in config or architecture == "PEagleDraftModel":
+        return "SpecForge"
+    if architecture.endswith("Eagle3"):
+        return "native" if config.get(LAYER_IDS) else "SpecForge"
+    return "SafeAILab"
 
 
 def _num_states(config: Mapping[str, Any], extra: Mapping[str, Any], module: str | None) -> int:

@@ -129,7 +129,8 @@ class EagleBeam:
             weights.embedding(drafter.embedding),
             None if mapped is None else weights.pointer(mapped),
             weights.pointer(torch.cat(norms).float()) if norms else None,
-            len(norms[0]) if norms else 0, self.hidden_size, drafter.num_heads, drafter.num_kv_heads, drafter.rope.shape[1],
+            len(norms[0]) if norms else 0, self.hidden_size,
+            drafter.num_heads, drafter.num_kv_heads, drafter.rope.shape[1],
             len(drafter.lm_head), len(drafter.rope), drafter.norm_before_residual,
             drafter.norm_output, drafter.eps,
         )  # fmt: skip

@@ -17,9 +17,7 @@ from vllm_medusa.tree.ancestors import unpack_ancestors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bases", [[40], [40, 41, 40], [200, 3, 64]])
 @pytest.mark.parametrize("window", [None, 30])
-def test_rows_of_the_newest_level(
-    bases: list[int], dtype: torch.dtype, window: int | None
-) -> None:
+def test_rows_of_the_newest_level(bases: list[int], dtype: torch.dtype, window: int | None) -> None:
     size, queries = 11, 4
     case = make_case([size] * len(bases), bases, dtype=dtype, window=window)
     depths = case.tree.depths.to(torch.int64)
@@ -29,9 +27,7 @@ def test_rows_of_the_newest_level(
     seen = case.tree.ancestors[:, -queries:]
 
     def attend(seen: torch.Tensor) -> torch.Tensor:
-        plan = plan_branches(
-            seen, case.base, case.block_table, case.meta.layout, 4, window, depths
-        )
+        plan = plan_branches(seen, case.base, case.block_table, case.meta.layout, 4, window, depths)
         return tree_attention(query, case.kv_cache, plan, case.scale)
 
     torch.testing.assert_close(attend(seen), newest)
