@@ -1,4 +1,4 @@
-"""Newer layouts of EAGLE drafters: exact entries and drafts, plain vLLM's tokens, vLLM's chain."""
+"""Newer layouts of EAGLE drafters: exact entries and drafts, and plain vLLM's tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.eagle import Eagle3
 from support.eagle_case import LAYERS, Case, eagle_config
-from support.eagle_runs import LONG, PARAMS, assert_chain_of_vllm, run
+from support.eagle_runs import LONG, PARAMS, run
 from support.engines import complete, engine, metric
 from support.models import VOCAB
 from support.planted import planted
@@ -150,13 +150,13 @@ def test_exact(case: Case, plain: Any, monkeypatch: Patch, name: str) -> None:
                 run(case, llm, plain, every=2, some=slice(2))
 
 
-@pytest.mark.parametrize("case", ["EAGLE-3.1", "window", "Qwen3"], indirect=True)
-def test_chain_is_that_of_vllm(case: Case) -> None:
-    """With future tokens planted, since the drafters are random."""
-    if case.drafter.window is not None:  # so that the window matters
-        with engine(case.target) as llm:
-            prompts = LONG[:6]
-            outputs = [list(c.token_ids) for c in complete(llm, prompts, PARAMS[1])]
-        case = replace(case, prompts=prompts, outputs=outputs)
-    stock = {"method": "eagle3", "model": case.folder}
-    assert_chain_of_vllm(case, stock, eagle_config(case, "chain"), plant=True)
+@pytest.mark.parametrize("case", ["EAGLE-3.1", "window"], indirect=True)
+def test_chains_are_exact(case: Case, plain: Any) -> None:
+    """A chain's levels use vLLM's own attention.
+
+    vLLM's own chain is no reference for random drafters: on CPUs 0.32 drafts what they would draft
+    if a drafted token did not attend to itself.
+    """
+    chain = eagle_config(case, "chain", num_speculative_tokens=4)
+    with engine(case.target, chain, block_size=BLOCK) as llm:
+        assert run(case, llm, plain, every=1, some=slice(3)) > 20
