@@ -205,8 +205,9 @@ class Layout:
         }
         found = {f"{name}.weight": Expected(shape) for name, shape in linear.items()}
         for name, shape in linear.items():
-            option = "attention_bias" if name[:3] == "sel" else "mlp_bias"
-            if config.get(option) and not (qwen and name[-6:-5] not in "qkv"):
+            option = "mlp_bias" if name.startswith("mlp.") else "attention_bias"
+            of_qwen = name.removeprefix("self_attn.")[0] in "qkv"
+            if config.get(option) and (of_qwen or not qwen):
                 found[f"{name}.bias"] = Expected(shape[:1])
         found["post_attention_layernorm.weight"] = Expected((hidden,))
         if qwen:
