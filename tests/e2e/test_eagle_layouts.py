@@ -93,7 +93,7 @@ def query_norm_left_out(patch: Patch, llm: LLM) -> None:
 CASES: dict[str, tuple[Callable[[Eagle3], None], Callable[[Patch, LLM], None]]] = {
     "EAGLE-3.1": (as_of_speculators, norms_left_out),
     "window": (with_window, window_ignored),
-    "last state": (Eagle3.read_last, earlier_states),
+    "last_state": (Eagle3.read_last, earlier_states),
     "Qwen3": (Eagle3.like_qwen3, query_norm_left_out),
 }
 
@@ -104,9 +104,30 @@ def plain(eagle_case: Case) -> Any:
         return complete(llm, LONG, PARAMS)
 
 
+def in_speculators_folder(folder: Path) -> None:
+    """Rewrite a config as speculators writes its default, a layer of Qwen3."""
+    layer = json.loads((folder / "config.json").read_text())
+    apart = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
+    config = {name: layer.pop(name) for name in apart} | {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": "owner/target", "architectures": []},
+        },
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "transformer_layer_config": layer,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture
 def case(request: Any, eagle_case: Case, tmp_path: Path) -> Case:
-    """A random drafter of a layout, in SafeAILab's folder or, for EAGLE-3.1, in speculators'."""
+    """A random drafter of a layout; EAGLE-3.1's and Qwen3's folders are those of speculators."""
     torch.manual_seed(4)
     embedding = eagle_case.model.get_input_embeddings().weight
     drafter = Eagle3(embedding, torch.arange(1, VOCAB, 2), LAYERS)
@@ -118,10 +139,14 @@ def case(request: Any, eagle_case: Case, tmp_path: Path) -> Case:
         convert(folder, "speculators", tmp_path / "speculators")
         folder = str(tmp_path / "speculators")
         assert "speculators_config" in json.loads(Path(folder, "config.json").read_text())
+    elif request.param == "Qwen3":
+        in_speculators_folder(Path(folder))
     return replace(eagle_case, drafter=drafter, folder=folder)
 
 
-@pytest.mark.parametrize(("case", "name"), [(name, name) for name in CASES], indirect=["case"])
+@pytest.mark.parametrize(
+    ("case", "name"), [(name, name) for name in CASES], indirect=["case"], ids=CASES
+)
 def test_exact(case: Case, plain: Any, monkeypatch: Patch, name: str) -> None:
     """Few blocks: chunked prefill, preempted requests, prefixes in the cache."""
     tree = eagle_config(case, {"width": 3, "depth": 4}, budget=12)
