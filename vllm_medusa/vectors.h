@@ -7,6 +7,8 @@
 
 #include <immintrin.h>
 #include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 namespace {
 
@@ -100,6 +102,34 @@ inline uint32_t any(Ints mask) {  // one bit a lane
   return _mm256_movemask_ps((__m256)mask);
 #endif
 }
+
+// Whether Linux lets this process use AMX tiles, if the CPU has them.
+inline bool tiles_allowed() {
+#ifdef __AMX_TILE__
+  static const bool allowed = !syscall(SYS_arch_prctl, 0x1023, 18);  // ARCH_REQ_XCOMP_PERM
+  return allowed;
+#else
+  return false;
+#endif
+}
+
+// AMX tiles of the calling thread while it exists, if allowed: all have 16 rows of 64 bytes.
+struct Tiles {
+#ifdef __AMX_TILE__
+  struct alignas(64) Config {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+  Tiles() {
+    static const Config config;
+    if (tiles_allowed()) _tile_loadconfig(&config);
+  }
+  ~Tiles() {
+    if (tiles_allowed()) _tile_release();
+  }
+#endif
+};
 
 // Lanes from `count` on are -inf.
 template <class T> Floats load_some(const T* from, int64_t count) {

@@ -1,14 +1,13 @@
 // Beams of drafters with weights of their own: trees of B requests in one call. `hydra.cpp` and
 // `eagle.cpp` score the nodes; `proposer/beam.py` has the structures.
 //
-// What `build.of_beam` computes. Weights are fp32, or int8 with a factor for each row: drafting
-// reads every weight for a few rows, so its time is that of reading them.
+// What `build.of_beam` computes. Weights are fp32, or bytes with a factor for each row.
 
 extern "C" {
 
 struct Matrix {
-  const void* weight;  // [rows, columns], rows a multiple of 4, columns of 16
-  const float* scale;  // [rows], of int8 weights; null: fp32
+  const void* weight;  // fp32 [rows, columns], or bytes, see `blocks`: rows a multiple of 16
+  const float* scale;  // [rows], of bytes; null: fp32
   const float* bias;   // [rows]
   int64_t rows, columns;
 };
@@ -32,15 +31,7 @@ struct Beam {
 
 namespace {
 
-constexpr int OUT = 4, IN = 4;  // rows of the matrix, rows of the input per tile
-
-inline Floats load(const int8_t* from) {
-#ifdef __AVX512F__
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(from)));
-#else
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-#endif
-}
+constexpr int OUT = 4, IN = 4;  // rows of an fp32 matrix, rows of the input per tile
 
 inline float sum_of(Floats x) {
 #ifdef __AVX512F__
@@ -52,9 +43,8 @@ inline float sum_of(Floats x) {
 #endif
 }
 
-template <int R, class Weight>
-void tile(const Matrix& matrix, const float* x, int64_t out, float* y) {
-  const Weight* weight = static_cast<const Weight*>(matrix.weight) + out * matrix.columns;
+template <int R> void tile(const Matrix& matrix, const float* x, int64_t out, float* y) {
+  const float* weight = static_cast<const float*>(matrix.weight) + out * matrix.columns;
   Floats sums[OUT][R] = {};
   for (int64_t i = 0; i < matrix.columns; i += W) {
     Floats in[R];
@@ -64,32 +54,171 @@ void tile(const Matrix& matrix, const float* x, int64_t out, float* y) {
       for (int r = 0; r < R; r++) sums[o][r] += w * in[r];
     }
   }
-  for (int o = 0; o < OUT; o++) {
-    const float scale = matrix.scale ? matrix.scale[out + o] : 1.0f;
+  for (int o = 0; o < OUT; o++)
     for (int r = 0; r < R; r++)
-      y[r * matrix.rows + out + o] = sum_of(sums[o][r]) * scale + matrix.bias[out + o];
-  }
+      y[r * matrix.rows + out + o] = sum_of(sums[o][r]) + matrix.bias[out + o];
 }
 
-template <class Weight>
-void product(const Matrix& matrix, const float* x, int64_t count, float* y) {
+void multiply_floats(const Matrix& matrix, const float* x, int64_t count, float* y) {
 #pragma omp parallel for schedule(static)
   for (int64_t out = 0; out < matrix.rows; out += OUT) {
     int64_t r = 0;
     for (; r + IN <= count; r += IN)
-      tile<IN, Weight>(matrix, x + r * matrix.columns, out, y + r * matrix.rows);
+      tile<IN>(matrix, x + r * matrix.columns, out, y + r * matrix.rows);
     const float* rest = x + r * matrix.columns;
-    if (count - r == 1) tile<1, Weight>(matrix, rest, out, y + r * matrix.rows);
-    if (count - r == 2) tile<2, Weight>(matrix, rest, out, y + r * matrix.rows);
-    if (count - r == 3) tile<3, Weight>(matrix, rest, out, y + r * matrix.rows);
+    if (count - r == 1) tile<1>(matrix, rest, out, y + r * matrix.rows);
+    if (count - r == 2) tile<2>(matrix, rest, out, y + r * matrix.rows);
+    if (count - r == 3) tile<3>(matrix, rest, out, y + r * matrix.rows);
   }
 }
+
+// Bytes are weight + 128, in blocks of 16 rows and 64 columns: 16 groups of 4 columns, each with the
+// bytes of all rows, [rows / 16, columns / 64, 16, 16, 4]; columns are padded with 128.
+typedef int32_t Sums __attribute__((vector_size(64)));  // one per row of a block
+
+#ifdef __AVX512VNNI__
+// Inputs as integers of 15 bits, 128 * high + low, of which each product takes 8.
+struct Quantized {
+  int64_t size;                        // columns, padded
+  std::vector<int8_t> high, low;       // [rows, size], rows padded to 16
+  std::vector<int32_t> highs, lows;    // [rows], 128 * sums
+  std::vector<float> scale;            // [rows]
+
+  Quantized(const float* x, int64_t count, int64_t columns) : size((columns + 63) / 64 * 64) {
+    const int64_t rows = (count + 15) / 16 * 16;
+    high.resize(rows * size), low.resize(rows * size);
+    highs.resize(rows), lows.resize(rows), scale.resize(rows);
+    for (int64_t r = 0; r < count; r++) {
+      Floats most = {}, invalid = {};  // NaN where an input is not finite
+      for (int64_t i = 0; i < columns; i += W) {
+        const Floats value = load(x + r * columns + i), size = value < 0.0f ? -value : value;
+        most = size > most ? size : most;
+        invalid += value * 0.0f;
+      }
+      const float largest = std::max(_mm512_reduce_max_ps((__m512)most), 1e-30f);
+      const float factor = 127 * 128 / largest;
+      __m512i sums[2] = {};
+      for (int64_t i = 0; i < columns; i += W) {
+        const __m512i all = _mm512_cvtps_epi32((__m512)(load(x + r * columns + i) * factor));
+        const __m512i above = _mm512_srai_epi32(_mm512_add_epi32(all, _mm512_set1_epi32(64)), 7);
+        const __m512i below = _mm512_sub_epi32(all, _mm512_slli_epi32(above, 7));
+        sums[0] = _mm512_add_epi32(sums[0], above), sums[1] = _mm512_add_epi32(sums[1], below);
+        const __m128i parts[2] = {_mm512_cvtepi32_epi8(above), _mm512_cvtepi32_epi8(below)};
+        std::memcpy(high.data() + r * size + i, parts, 16);
+        std::memcpy(low.data() + r * size + i, parts + 1, 16);
+      }
+      highs[r] = 128 * _mm512_reduce_add_epi32(sums[0]);
+      lows[r] = 128 * _mm512_reduce_add_epi32(sums[1]);
+      scale[r] = largest / (127 * 128) + _mm512_reduce_add_ps((__m512)invalid);
+    }
+  }
+};
+
+void write_sums(const Matrix& matrix, const Quantized& x, int64_t r, int64_t out, Sums high, Sums low,
+                float* y) {
+  const Floats sums = __builtin_convertvector(high - x.highs[r], Floats) * 128.0f +
+                      __builtin_convertvector(low - x.lows[r], Floats);
+  store(y + r * matrix.rows + out,
+        sums * x.scale[r] * load(matrix.scale + out) + load(matrix.bias + out));
+}
+
+#ifdef __AMX_INT8__
+void multiply_tiles(const Matrix& matrix, const Quantized& x, int64_t count, int64_t out, float* y) {
+  const uint8_t* weight = static_cast<const uint8_t*>(matrix.weight) + out * x.size;
+  Sums high[16], low[16];
+  for (int64_t r = 0; r < count; r += 16) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t i = 0; i < x.size; i += 64) {
+      _tile_loadd(2, x.high.data() + r * x.size + i, x.size);
+      _tile_loadd(3, x.low.data() + r * x.size + i, x.size);
+      _tile_loadd(4, weight + i * 16, 64);
+      _tile_dpbsud(0, 2, 4);
+      _tile_dpbsud(1, 3, 4);
+    }
+    _tile_stored(0, high, 64);
+    _tile_stored(1, low, 64);
+    for (int64_t k = 0; k < std::min(count - r, int64_t(16)); k++)
+      write_sums(matrix, x, r + k, out, high[k], low[k], y);
+  }
+}
+#endif
+
+template <int R>
+void multiply_rows(const Matrix& matrix, const Quantized& x, int64_t r, int64_t count, int64_t out,
+                   float* y) {
+  const uint8_t* weight = static_cast<const uint8_t*>(matrix.weight) + out * x.size;
+  __m512i high[R] = {}, low[R] = {};
+  for (int64_t i = 0; i < x.size; i += 4) {
+    const __m512i w = load_as<__m512i>(weight + i * 16);
+    for (int k = 0; k < R; k++) {
+      const int64_t at = (r + k) * x.size + i;
+      high[k] = _mm512_dpbusd_epi32(high[k], w, _mm512_set1_epi32(load_as<int32_t>(x.high.data() + at)));
+      low[k] = _mm512_dpbusd_epi32(low[k], w, _mm512_set1_epi32(load_as<int32_t>(x.low.data() + at)));
+    }
+  }
+  for (int k = 0; k < R && r + k < count; k++)
+    write_sums(matrix, x, r + k, out, (Sums)high[k], (Sums)low[k], y);
+}
+
+void multiply_block(const Matrix& matrix, const Quantized& x, int64_t count, int64_t out, float* y) {
+#ifdef __AMX_INT8__
+  if (tiles_allowed() && count > 4) return multiply_tiles(matrix, x, count, out, y);
+#endif
+  for (int64_t r = 0; r < count; r += 8) {  // rows from `count` on are zeros
+    const int64_t rest = count - r;
+    if (rest == 1) multiply_rows<1>(matrix, x, r, count, out, y);
+    else if (rest == 2) multiply_rows<2>(matrix, x, r, count, out, y);
+    else if (rest <= 4) multiply_rows<4>(matrix, x, r, count, out, y);
+    else multiply_rows<8>(matrix, x, r, count, out, y);
+  }
+}
+
+void multiply_bytes(const Matrix& matrix, const float* input, int64_t count, float* y) {
+  const Quantized x(input, count, matrix.columns);
+#pragma omp parallel
+  {
+    [[maybe_unused]] const Tiles tiles;
+#pragma omp for schedule(static)
+    for (int64_t out = 0; out < matrix.rows; out += 16) multiply_block(matrix, x, count, out, y);
+  }
+}
+#else
+template <int R>
+void multiply_rows(const Matrix& matrix, const float* x, int64_t out, float* y) {
+  const int64_t size = (matrix.columns + 63) / 64 * 64;
+  const uint8_t* weight = static_cast<const uint8_t*>(matrix.weight) + out * size;
+  typedef float Wide __attribute__((vector_size(64)));
+  Wide sums[R] = {};
+  for (int64_t i = 0; i < matrix.columns; i += 4) {
+    const Sums bytes = load_as<Sums>(weight + i * 16);
+    for (int k = 0; k < 4; k++) {
+      const Wide w = __builtin_convertvector((bytes >> 8 * k & 255) - 128, Wide);
+      for (int r = 0; r < R; r++) sums[r] += w * x[r * matrix.columns + i + k];
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int o = 0; o < 16; o++)
+      y[r * matrix.rows + out + o] = sums[r][o] * matrix.scale[out + o] + matrix.bias[out + o];
+}
+
+void multiply_bytes(const Matrix& matrix, const float* x, int64_t count, float* y) {
+#pragma omp parallel for schedule(static)
+  for (int64_t out = 0; out < matrix.rows; out += 16) {
+    int64_t r = 0;
+    for (; r + 4 <= count; r += 4)
+      multiply_rows<4>(matrix, x + r * matrix.columns, out, y + r * matrix.rows);
+    for (; r < count; r++)
+      multiply_rows<1>(matrix, x + r * matrix.columns, out, y + r * matrix.rows);
+  }
+}
+#endif
 
 // [count, columns] -> [count, rows]
 void multiply(const Matrix& matrix, const float* x, int64_t count, std::vector<float>& y) {
   y.resize(count * matrix.rows);
-  if (matrix.scale) product<int8_t>(matrix, x, count, y.data());
-  else product<float>(matrix, x, count, y.data());
+  if (matrix.scale) multiply_bytes(matrix, x, count, y.data());
+  else multiply_floats(matrix, x, count, y.data());
 }
 
 inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }

@@ -15,7 +15,8 @@ from vllm_medusa.noise import LevelNoise
 from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 
-TILE, LANES = 4, 16  # a matrix's rows are padded to a multiple; its columns must be one
+TILE, LANES = 16, 16  # a matrix's rows are padded to a multiple; its columns must be one
+_GROUP, _BLOCK = 4, 64  # columns of a group, of a block
 
 
 class Matrix(Structure):
@@ -87,14 +88,12 @@ class KernelWeights:
         rows = -len(weight) % TILE
         weight = pad(weight.detach().float(), (0, 0, 0, rows)).contiguous()
         bias = weight.new_zeros(len(weight) - rows) if bias is None else bias.detach().float()
-        scale = None
+        shape, scale = weight.shape, None
         if not self._exact:
             scale = (weight.abs().amax(1) / 127).clamp_min(1e-30)
-            weight = (weight / scale[:, None]).round().to(torch.int8)
+            weight = _in_blocks((weight / scale[:, None]).round() + 128)
         where = None if scale is None else self.pointer(scale)
-        return Matrix(
-            self.pointer(weight), where, self.pointer(pad(bias, (0, rows))), *weight.shape
-        )
+        return Matrix(self.pointer(weight), where, self.pointer(pad(bias, (0, rows))), *shape)
 
     def matrices(self, each: Sequence[Matrix]) -> int:
         """The address of an array."""
@@ -110,6 +109,13 @@ class KernelWeights:
         """The address of a tensor, which is kept."""
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def _in_blocks(weight: Tensor) -> Tensor:
+    """Integers [O, I] from 1 to 255 as bytes in the kernel's blocks of 16 rows and 64 columns."""
+    weight = pad(weight, (0, -weight.shape[1] % _BLOCK), value=128.0)
+    blocks = weight.view(-1, TILE, weight.shape[1] // _BLOCK, _BLOCK // _GROUP, _GROUP)
+    return blocks.permute(0, 2, 3, 1, 4).to(torch.uint8).contiguous()
 
 
 def fits_kernel(embedding: Tensor, beam: Beam, draft_vocab: int, most: int) -> bool:

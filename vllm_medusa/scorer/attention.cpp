@@ -33,25 +33,159 @@ struct Layer {
 
 namespace {
 
-constexpr int TILE = 8;
-
 struct Item {
   int64_t request, head, tile, part, parts, lo, hi;  // keys [lo, hi)
 };
 
+struct Scratch {  // of an item with R rows
+  float *queries, *weights, *sums;  // [R, dim], [R, length], [R, dim]
+  int64_t start, length;            // keys of `weights`: from `start`, a multiple of STEP
+};
+
+// The two products of an item, with vectors: each key and value is read once for R rows.
+template <class T, bool paired> struct Products {
+  static constexpr int TILE = 8, STEP = W;  // rows of a full item; keys
+  static constexpr bool ROUNDS_WEIGHTS = false;
+
+  template <int R>
+  static void logits(const Plan& plan, const T* keys, const int32_t* blocks, const Scratch& at) {
+    const int64_t D = plan.dim, size = plan.block_size;
+    for (int64_t t = at.start; t < at.start + at.length; t += W) {
+      const int64_t in = t % size;
+      const T* from = keys + blocks[t / size] * plan.block_stride;
+      Floats logits[R] = {};
+      if constexpr (paired) {
+        from += in / 16 * 16 * D + in % 16 * 2;
+        for (int64_t d = 0; d < D; d += 2) {
+          const Words both = load_as<Words>(from + d * 16);
+          const Floats even = (Floats)(both << 16), odd = (Floats)(both & 0xffff0000u);
+          for (int r = 0; r < R; r++) logits[r] += at.queries[r * D + d] * even;
+          for (int r = 0; r < R; r++) logits[r] += at.queries[r * D + d + 1] * odd;
+        }
+      } else {
+        for (int64_t d = 0; d < D; d++) {
+          const Floats key = load(from + d * size + in);
+          for (int r = 0; r < R; r++) logits[r] += at.queries[r * D + d] * key;
+        }
+      }
+      for (int r = 0; r < R; r++) store(at.weights + r * at.length + t - at.start, logits[r]);
+    }
+  }
+
+  template <int R>
+  static void sums(const Plan& plan, const T* values, const int32_t* blocks, const Item& item,
+                   const Scratch& at) {
+    const int64_t D = plan.dim, size = plan.block_size;
+    for (int64_t d = 0; d < D; d += W) {
+      Floats sum[R] = {};
+      for (int64_t t = item.lo; t < item.hi;) {
+        const int64_t in = t % size, end = std::min(item.hi, t - in + size);
+        const T* from = values + blocks[t / size] * plan.block_stride;
+        const float* row = at.weights + t - at.start;
+        if constexpr (paired) {
+          from += d / 16 * 16 * size + d % 16 * 2;
+          for (; t < end; t++, row++) {
+            const Words both = load_as<Words>(from + t % size / 2 * 32);
+            const Floats value = (Floats)(t % 2 ? both & 0xffff0000u : both << 16);
+            for (int r = 0; r < R; r++) sum[r] += row[r * at.length] * value;
+          }
+        } else {
+          from += in * D + d;
+          for (; t < end; t++, row++, from += D) {
+            const Floats value = load(from);
+            for (int r = 0; r < R; r++) sum[r] += row[r * at.length] * value;
+          }
+        }
+      }
+      for (int r = 0; r < R; r++) store(at.sums + r * D + d, sum[r]);
+    }
+  }
+};
+
+#ifdef __AMX_BF16__
+// With AMX tiles, for which the paired layout is made.
+template <> struct Products<BFloat16, true> {
+  static constexpr int TILE = 16, STEP = 32;
+  static constexpr bool ROUNDS_WEIGHTS = true;
+
+  // fp32 [16, size] -> bf16, rows `size` elements apart
+  static std::vector<uint16_t>& halves(const float* from, int64_t size) {
+    static thread_local std::vector<uint16_t> found;
+    found.resize(TILE * size + 32);
+    for (int64_t i = 0; i < TILE * size; i += W) {
+      const __m256bh part = _mm512_cvtneps_pbh((__m512)load(from + i));
+      std::memcpy(found.data() + i, &part, sizeof(part));
+    }
+    return found;
+  }
+
+  template <int R>
+  static void logits(const Plan& plan, const BFloat16* keys, const int32_t* blocks,
+                     const Scratch& at) {
+    const int64_t D = plan.dim, size = plan.block_size;
+    const uint16_t* queries = halves(at.queries, D).data();
+    const Tiles tiles;
+    for (int64_t t = at.start; t < at.start + at.length; t += 16) {
+      const BFloat16* from = keys + blocks[t / size] * plan.block_stride + t % size * D;
+      _tile_zero(0);
+      for (int64_t d = 0; d < D; d += 32) {
+        _tile_loadd(1, queries + d, 2 * D);
+        _tile_loadd(2, from + d * 16, 64);
+        _tile_dpbf16ps(0, 1, 2);
+      }
+      _tile_stored(0, at.weights + t - at.start, 4 * at.length);
+    }
+  }
+
+  template <int R>
+  static void sums(const Plan& plan, const BFloat16* values, const int32_t* blocks,
+                   const Item& item, const Scratch& at) {
+    const int64_t D = plan.dim, size = plan.block_size;
+    const uint16_t* weights = halves(at.weights, at.length).data();
+    const Tiles tiles;
+    alignas(64) uint16_t known[2][512];
+    for (int64_t d = 0; d < D; d += 32) {  // two tiles of 16 channels
+      _tile_zero(0);
+      _tile_zero(1);
+      for (int64_t i = 0; i < at.length; i += 32) {
+        const int64_t t = at.start + i;
+        const BFloat16* left = values + blocks[t / size] * plan.block_stride + d * size + t % size * 16;
+        const void *first = left, *second = left + 16 * size;
+        if (t < item.lo || t + 32 > item.hi) {  // other slots may hold NaN
+          std::memcpy(known[0], first, 1024), std::memcpy(known[1], second, 1024);
+          for (int64_t k = 0; k < 32; k++)
+            if (t + k < item.lo || t + k >= item.hi)
+              for (int64_t c = 0; c < 32; c++) known[c / 16][k / 2 * 32 + c % 16 * 2 + k % 2] = 0;
+          first = known[0], second = known[1];
+        }
+        _tile_loadd(2, weights + i, 2 * at.length);
+        _tile_loadd(3, first, 64);
+        _tile_loadd(4, second, 64);
+        _tile_dpbf16ps(0, 2, 3);
+        _tile_dpbf16ps(1, 2, 4);
+      }
+      _tile_stored(0, at.sums + d, 4 * D);
+      _tile_stored(1, at.sums + d + 16, 4 * D);
+    }
+  }
+};
+#endif
+
 template <class T, bool paired, int R>
 void attend(const Plan& plan, const Layer& layer, const Item& item, std::vector<float>& memory,
             float* partial) {  // if several parts: [TILE, dim] sums, [TILE] maxima, [TILE] totals
+  using Product = Products<T, paired>;
+  constexpr int64_t TILE = Product::TILE, STEP = Product::STEP;
   const int64_t D = plan.dim, size = plan.block_size, group = plan.heads / plan.kv_heads;
   const int64_t b = item.request, first = item.tile * TILE;
   const int64_t count = std::min<int64_t>(R, plan.rows[b] * group - first);
-  const int64_t base = plan.base[b], start = item.lo / W * W, stop = (item.hi + W - 1) / W * W;
-  const int64_t length = std::max<int64_t>(stop - start, W);
+  const int64_t base = plan.base[b], start = item.lo / STEP * STEP;
+  const int64_t length = std::max((item.hi + STEP - 1) / STEP * STEP - start, STEP);
   memory.resize(R * (2 * D + length));
-  float *q = memory.data(), *sums = q + R * D, *weights = sums + R * D;  // [R, D or length]
-  const T* cache = static_cast<const T*>(layer.cache);
+  float *q = memory.data(), *sums = q + R * D, *weights = sums + R * D;
+  const Scratch at{q, weights, sums, start, length};
+  const T* keys = static_cast<const T*>(layer.cache) + 2 * item.head * size * D;
   const int32_t* blocks = plan.blocks + b * plan.max_blocks;
-  const int64_t keys = 2 * item.head * size * D, values = keys + size * D;
 
   auto node = [&](int64_t r) { return (first + r) / group; };
   auto head = [&](int64_t r) { return item.head * group + (first + r) % group; };
@@ -62,30 +196,12 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, std::vector<
     for (int64_t d = 0; d < D; d += W) store(q + r * D + d, load(from + d));
   }
 
-  for (int64_t t = start; t < stop; t += W) {
-    const int64_t in = t % size;
-    const T* from = cache + blocks[t / size] * plan.block_stride + keys;
-    Floats logits[R] = {};
-    if constexpr (paired) {
-      from += in / 16 * 16 * D + in % 16 * 2;
-      for (int64_t d = 0; d < D; d += 2) {
-        const Words both = load_as<Words>(from + d * 16);
-        const Floats even = (Floats)(both << 16), odd = (Floats)(both & 0xffff0000u);
-        for (int r = 0; r < R; r++) logits[r] += q[r * D + d] * even;
-        for (int r = 0; r < R; r++) logits[r] += q[r * D + d + 1] * odd;
-      }
-    } else {
-      for (int64_t d = 0; d < D; d++) {
-        const Floats key = load(from + d * size + in);
-        for (int r = 0; r < R; r++) logits[r] += q[r * D + d] * key;
-      }
-    }
-    for (int r = 0; r < R; r++) {
-      Floats x = logits[r] * layer.scale;
-      if (layer.softcap > 0)  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
-        x = layer.softcap * (1.0f - 2.0f / (exponential(x * (2 / layer.softcap)) + 1.0f));
-      store(weights + r * length + t - start, x);
-    }
+  if (item.lo < item.hi) Product::template logits<R>(plan, keys, blocks, at);
+  for (int64_t i = 0; i < R * length; i += W) {
+    Floats x = load(weights + i) * layer.scale;
+    if (layer.softcap > 0)  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
+      x = layer.softcap * (1.0f - 2.0f / (exponential(x * (2 / layer.softcap)) + 1.0f));
+    store(weights + i, x);
   }
 
   const float nothing = -INFINITY;
@@ -124,34 +240,12 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, std::vector<
     }
     totals[r] = sink ? std::exp(layer.sinks[head(r)] - shift) : 0.0f;
     for (int k = 0; k < W; k++) totals[r] += total[k];
-    if (layer.round_weights)
+    if (layer.round_weights && !Product::ROUNDS_WEIGHTS)
       for (int64_t t = item.lo; t < item.hi; t++) row[t] = rounded(row[t]);
   }
 
-  // Unwritten slots may hold NaN: values outside [lo, hi) are never multiplied.
-  for (int64_t d = 0; d < D; d += W) {
-    Floats sum[R] = {};
-    for (int64_t t = item.lo; t < item.hi;) {
-      const int64_t in = t % size, end = std::min(item.hi, t - in + size);
-      const T* from = cache + blocks[t / size] * plan.block_stride + values;
-      const float* row = weights + t - start;
-      if constexpr (paired) {
-        from += d / 16 * 16 * size + d % 16 * 2;
-        for (; t < end; t++, row++) {
-          const Words both = load_as<Words>(from + t % size / 2 * 32);
-          const Floats value = (Floats)(t % 2 ? both & 0xffff0000u : both << 16);
-          for (int r = 0; r < R; r++) sum[r] += row[r * length] * value;
-        }
-      } else {
-        from += in * D + d;
-        for (; t < end; t++, row++, from += D) {
-          const Floats value = load(from);
-          for (int r = 0; r < R; r++) sum[r] += row[r * length] * value;
-        }
-      }
-    }
-    for (int r = 0; r < R; r++) store(sums + r * D + d, sum[r]);
-  }
+  std::fill(sums, sums + R * D, 0.0f);
+  if (item.lo < item.hi) Product::template sums<R>(plan, keys + size * D, blocks, item, at);
 
   if (item.parts > 1) {
     std::copy(sums, sums + R * D, partial);
@@ -167,7 +261,7 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, std::vector<
   }
 }
 
-template <class T>
+template <class T, int TILE>
 void merge(const Plan& plan, const Layer& layer, const Item& item, const float* partial) {
   const int64_t D = plan.dim, group = plan.heads / plan.kv_heads, size = TILE * (D + 2);
   const int64_t first = item.tile * TILE;
@@ -191,6 +285,7 @@ void merge(const Plan& plan, const Layer& layer, const Item& item, const float* 
 template <class T, bool paired>
 void run(const Plan& plan, const Layer& layer) {
   constexpr int64_t MIN_PART = 512;  // minimum number of keys of a part
+  constexpr int TILE = Products<T, paired>::TILE;
   const int64_t group = plan.heads / plan.kv_heads, size = TILE * (plan.dim + 2);
   static std::vector<Item> items;  // layers run one after another
   static std::vector<float> partials;
@@ -219,14 +314,14 @@ void run(const Plan& plan, const Layer& layer) {
     static thread_local std::vector<float> memory;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
-      const bool half = plan.rows[all[i].request] * group - all[i].tile * TILE <= TILE / 2;
-      auto* attend_tile = half ? attend<T, paired, TILE / 2> : attend<T, paired, TILE>;
+      const bool few = TILE == 8 && plan.rows[all[i].request] * group - all[i].tile * TILE <= 4;
+      auto* attend_tile = few ? attend<T, paired, TILE == 8 ? 4 : TILE> : attend<T, paired, TILE>;
       attend_tile(plan, layer, all[i], memory, partial + i * size);
     }
     if (wanted > 1) {
 #pragma omp for
       for (int64_t i = 0; i < count; i++)
-        if (all[i].parts > 1 && all[i].part == 0) merge<T>(plan, layer, all[i], partial + i * size);
+        if (all[i].parts > 1 && all[i].part == 0) merge<T, TILE>(plan, layer, all[i], partial + i * size);
     }
   }
 }
