@@ -29,18 +29,18 @@ _MODULES = {  # architecture, by vLLM's rules -> the layer's kind
     "Eagle3Qwen3vlForCausalLM": "llama",
     "Eagle3Qwen3ForCausalLM": "qwen3",
 }
-_REMEDIES = {  # part of a surplus tensor's name -> what to do
+_REMEDIES = {  # part of a surplus tensor's name ("$": its end) -> what to do
     "fc_norm.": 'If it was trained with these norms, set "fc_norm": true at the top level of its '
     "config.json",
     "input_norm.": 'If it was trained with this norm, set "norm_before_fc": true at the top level '
     "of its config.json",
     "_norm.": 'If its layers are those of Qwen3, set "architectures": ["Eagle3Qwen3ForCausalLM"] '
     "in its config.json",
-    "_proj.bias": 'If it was trained with biases, set "attention_bias" or "mlp_bias": true in its '
+    "_proj.bias$": 'If it was trained with biases, set "attention_bias" or "mlp_bias": true in its '
     "config.json",
-    "fc.weight": 'If it was trained on several layers, remove "use_aux_hidden_state": false from '
+    "fc.weight$": 'If it was trained on several layers, remove "use_aux_hidden_state": false from '
     "its config.json",
-    "d2t": "`vllm-medusa convert --to native` removes a map of the full vocabulary",
+    "d2t$": "`vllm-medusa convert --to native` removes a map of the full vocabulary",
 }
 
 
@@ -264,7 +264,9 @@ class Layout:
                 )
         for name in sorted(self.shapes.keys() - expected.keys()):
             if "rotary_emb." not in name:  # computed by vLLM
-                remedy = next((text for part, text in _REMEDIES.items() if part in name), None)
+                remedy = next(
+                    (text for part, text in _REMEDIES.items() if part in f"{name}$"), None
+                )
                 remedy = remedy or 'Use another drafter, or vLLM\'s own chains: omit the "tree"'
                 yield f'it has "{name}", which vLLM does not read with its config. {remedy}'
 
