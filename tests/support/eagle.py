@@ -68,6 +68,8 @@ class Layer(nn.Module):
             attention[name](x).unflatten(-1, (-1, dim)).transpose(1, 2)
             for name in ("q_proj", "k_proj", "v_proj")
         )
+        if "q_norm" in attention:
+            query, key = attention["q_norm"](query), attention["k_norm"](key)
         return rotated(query, positions), rotated(key, positions), value
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
@@ -89,7 +91,19 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Eagle3(nn.Module):
-    """The drafter; ``embedding`` is the target's."""
+    """The drafter; ``embedding`` is the target's.
+
+    Attributes:
+        fc_norm: norms of each of the target's hidden states before ``fc``, for EAGLE-3.1.
+        norm_output: the next step's state is the normed one.
+        norm_before_residual: the layer's residual is the normed state.
+        window: of its attention.
+        reads_last: it reads the target's last hidden state, without ``fc``.
+
+    """
+
+    norm_output = norm_before_residual = reads_last = False
+    window: int | None = None
 
     def __init__(
         self,
@@ -105,6 +119,7 @@ class Eagle3(nn.Module):
         self.vocab, self.hidden, self.layers = vocab, hidden, list(layers)
         self.register_buffer("embedding", embedding.detach().clone())
         self.register_buffer("target_ids", target_ids)
+        self.fc_norm = nn.ModuleList()
         self.fc = nn.Linear(len(layers) * hidden, hidden, bias=False)
         self.midlayer = Layer(hidden, heads, key_heads, head_size)
         self.norm = nn.RMSNorm(hidden, 1e-6)
@@ -122,17 +137,47 @@ class Eagle3(nn.Module):
         known = torch.zeros(len(tensors["t2d"]), dtype=torch.bool).index_fill(0, ids, True)
         assert torch.equal(known, tensors.pop("t2d"))
         drafter = cls(model.get_input_embeddings().weight, ids, layers)
+        if any(name.startswith("fc_norm.") for name in tensors):
+            drafter.add_norms()
         left = drafter.load_state_dict(tensors, strict=False)
         assert sorted(left.missing_keys) == ["embedding", "target_ids"], left
         assert left.unexpected_keys == []
         return drafter
 
+    def add_norms(self) -> None:
+        """Make it EAGLE-3.1, with random norms."""
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(self.hidden, 1e-6) for _ in self.layers)
+        self.norm_output = True
+        for norm in self.fc_norm:
+            nn.init.normal_(norm.weight, 1.0, 0.5)
+
+    def like_qwen3(self) -> None:
+        """Make its layer one of Qwen3, with random norms of queries and keys."""
+        for name in ("q_norm", "k_norm"):
+            norm = nn.RMSNorm(self.midlayer.head_size, 1e-6)
+            self.midlayer.self_attn[name] = norm
+            nn.init.normal_(norm.weight, 1.0, 0.5)
+
+    def read_last(self) -> None:
+        """Make it a drafter that reads the last hidden state only."""
+        self.reads_last, self.layers = True, []
+        del self.fc
+
     def combine(self, features: Tensor) -> Tensor:
         """The layer's input from the target's hidden states: [..., 3H] -> [..., H]."""
+        if self.reads_last:
+            return features
+        if self.fc_norm:
+            parts = features.chunk(len(self.fc_norm), -1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            features = torch.cat(normed, -1)
         return self.fc(features)
 
+    @torch.no_grad()
     def features(self, model: Any, ids: Tensor) -> Tensor:
         """The features of a transformers target: int64 [B, T] -> [B, T, 3H]."""
+        if self.reads_last:
+            return model.model(ids).last_hidden_state
         return features_of(model, ids, self.layers)[0]
 
     def step(
@@ -145,15 +190,20 @@ class Eagle3(nn.Module):
         """
         layer, length = self.midlayer, tokens.shape[1]
         embeds = layer.input_layernorm(self.embedding[tokens])
-        x = torch.cat([embeds, layer.hidden_norm(states)], -1)
+        normed = layer.hidden_norm(states)
+        x = torch.cat([embeds, normed], -1)
+        states = normed if self.norm_before_residual else states
         query, key, value = layer.keys(x, torch.arange(length))
         if seen is None:
             seen = torch.ones(length, length, dtype=torch.bool).tril()
+            if self.window is not None:
+                seen = seen.triu(1 - self.window)
         keys = torch.cat([*(part[0] for part in past), key], 2)
         values = torch.cat([*(part[1] for part in past), value], 2)
         states = states + layer.attend(query, keys, values, seen)
         states = states + layer.feed(layer.post_attention_layernorm(states))
-        return self.norm(states), states, (key, value)
+        normed = self.norm(states)
+        return normed, normed if self.norm_output else states, (key, value)
 
     @torch.no_grad()
     def dense(self, tokens: Tensor, features: Tensor, path: Sequence[int]) -> tuple[Tensor, Any]:
@@ -176,9 +226,10 @@ class Eagle3(nn.Module):
     def save(self, folder: Path, **changes: Any) -> str:
         """Write SafeAILab's layout; ``changes`` apply to its config."""
         layer = self.midlayer
+        kind = "Qwen3" if "q_norm" in layer.self_attn else "Llama"
         config = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [f"{kind}ForCausalLM"],
+            "model_type": kind.lower(),
             "hidden_size": self.hidden,
             "intermediate_size": 2 * self.hidden,
             "num_hidden_layers": 1,
@@ -195,6 +246,12 @@ class Eagle3(nn.Module):
             "bos_token_id": 0,
             "eos_token_id": 1,
             "eagle_aux_hidden_state_layer_ids": self.layers or None,
+            "eagle_config": {"use_aux_hidden_state": False} if self.reads_last else None,
+            "fc_norm": bool(self.fc_norm) or None,
+            "norm_output": self.norm_output or None,
+            "norm_before_residual": self.norm_before_residual or None,
+            "sliding_window": self.window,
+            "layer_types": None if self.window is None else ["sliding_attention"],
             "dtype": "float32",
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -226,9 +283,8 @@ class Eagle1(Eagle3):
     def combine(self, features: Tensor) -> Tensor:
         return features
 
-    @torch.no_grad()
     def features(self, model: Any, ids: Tensor) -> Tensor:
-        return model.model(ids).last_hidden_state
+        return model.model(ids).last_hidden_state.detach()
 
     def step(
         self, tokens: Tensor, states: Tensor, past: Any = (), seen: Tensor | None = None

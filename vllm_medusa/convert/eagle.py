@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from vllm_medusa.convert.heads import Output
-from vllm_medusa.heads.eagle import LAYER_IDS, bare_names, default_layers, flat_config
+from vllm_medusa.heads.eagle import default_layers
+from vllm_medusa.heads.eagle_tensors import LAYER_IDS, bare_names, flat_config
 from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.heads.model import HeadsError
 
@@ -28,6 +29,7 @@ DRAFTER_FORMATS = {  # layer name, file name, and architecture in the config
 _LAYER = "layers.0."  # as vLLM calls it, see `bare_names`
 _DRAFTED = 5  # draft tokens; speculators' config requires a number, servers can override it
 _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_SUPPORTED = {"specforge": ("fc_norm", "norm_output")}  # since September 2026
 
 
 def write_drafter(to: str, files: CheckpointFiles, target: CheckpointFiles | None) -> Output:
@@ -45,7 +47,9 @@ def write_drafter(to: str, files: CheckpointFiles, target: CheckpointFiles | Non
             raise HeadsError(f"{files.label}: its d2t permutes a full vocabulary")
         tensors = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
         notes.append("its d2t, of a full vocabulary, is omitted: vLLM does not support it")
-    variants = [key for key in _VARIANTS if config.get(key)]
+    variants = [key for key in _VARIANTS if config.get(key) and key not in _SUPPORTED.get(to, ())]
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        variants.append("sliding_attention")
     if to in ("safeailab", "specforge") and variants:
         name = {"safeailab": "SafeAILab's code", "specforge": "SpecForge"}[to]
         raise HeadsError(
@@ -70,6 +74,12 @@ def _read_tensors(files: CheckpointFiles) -> dict[str, Tensor]:
     """A drafter's tensors by vLLM's names."""
     names = {stored: name for name, stored in bare_names(files).items()}
     found = names.values()
+    for name in found:
+        if name == "mask_hidden" or name.endswith(("q_norm.weight", "k_norm.weight")):
+            raise HeadsError(
+                f"{files.label} has {name!r}: drafters with parallel levels (P-EAGLE) or layers of "
+                "Qwen3 can't be converted. Use it as it is"
+            )
     if not any(name.startswith(_LAYER) for name in found) or "lm_head.weight" not in found:
         raise HeadsError(
             f"{files.label} is not an EAGLE-3 drafter of one layer with an LM head. Drafters of "
@@ -85,7 +95,10 @@ def _read_config(files: CheckpointFiles, notes: list[str]) -> dict[str, Any]:
     config = flat_config(files.config)
     nested = config.pop("eagle_config", None) or {}
     if not isinstance(nested, Mapping) or not nested.get("use_aux_hidden_state", True):
-        raise HeadsError(f"{files.label} reads only the last hidden state, which is not supported")
+        raise HeadsError(
+            f"{files.label} reads only the last hidden state, which other layouts do not support. "
+            "Use it as it is"
+        )
     if LAYER_IDS not in config and (ids := nested.get(LAYER_IDS)):
         outputs = ids[0] == 1
         config[LAYER_IDS] = [layer + outputs for layer in ids]

@@ -21,10 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_medusa.heads.eagle import LAYER_IDS, default_layers
+from vllm_medusa.heads.eagle import default_layers
+from vllm_medusa.heads.eagle_tensors import LAYER_IDS
 from vllm_medusa.heads.model import HeadsError
 
 _WIDTH_OF_HEAD = 64  # default if not in the target's config
+OPTIONS = ("fc_norm", "norm_output", "norm_before_residual")  # of `EagleShape`, False in EAGLE-3
 _LANES = 16  # number of added channels, so that SIMD vectors stay whole
 
 
@@ -42,17 +44,23 @@ class EagleShape:
     rope_theta: float  # the name in configs before transformers 5
     rms_norm_eps: float
     max_position_embeddings: int
+    fc_norm: bool = False  # a norm of each of the target's states before ``fc``
+    norm_output: bool = False  # the next step's state is the normed one
+    norm_before_residual: bool = False  # the layer's residual is the normed state
 
     @classmethod
     def of(
         cls, config: Any, layers: Sequence[int], hidden_size: int, vocab_size: int
     ) -> EagleShape:
-        """One layer like those of a target with this transformers config (of its text part)."""
+        """One layer like those of a target with this transformers config (of its text part).
+
+        ``config`` may also be a drafter's own.
+        """
         heads = getattr(config, "num_attention_heads", None) or max(
             1, hidden_size // _WIDTH_OF_HEAD
         )
         rope = getattr(config, "rope_parameters", None)
-        theta = rope.get("rope_theta") if isinstance(rope, dict) else None
+        theta = (rope if isinstance(rope, dict) else vars(config)).get("rope_theta")
         dim = getattr(config, "head_dim", None) or hidden_size // heads
         return cls(
             hidden_size=hidden_size,
@@ -65,11 +73,13 @@ class EagleShape:
             rope_theta=float(theta or 10000.0),
             rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
             max_position_embeddings=int(getattr(config, "max_position_embeddings", None) or 2048),
+            **{option: bool(getattr(config, option, False)) for option in OPTIONS},
         )
 
     def config(self, draft_vocab_size: int) -> dict[str, Any]:
         """The ``config.json`` from which vLLM builds the drafter."""
         sizes = {key: value for key, value in vars(self).items() if key != "layers"}
+        sizes = {key: value for key, value in sizes.items() if value or key not in OPTIONS}
         return sizes | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -190,6 +200,8 @@ class EagleDrafter(nn.Module):
         hidden = shape.hidden_size
         self.shape, self.num_heads, self.vocab_size = shape, steps, shape.vocab_size
         self.draft_vocab_size = shape.vocab_size if token_map is None else len(token_map)
+        norms = len(shape.layers) if shape.fc_norm else 0
+        self.fc_norm = nn.ModuleList(_Norm(hidden, shape.rms_norm_eps) for _ in range(norms))
         self.fc = nn.Linear(len(shape.layers) * hidden, hidden, bias=False)
         self.midlayer = _Layer(shape)
         self.norm = _Norm(hidden, shape.rms_norm_eps)
@@ -222,17 +234,23 @@ class EagleDrafter(nn.Module):
             rows = rows + first[:, None, None]  # [B, 1, L], broadcast over heads
         else:
             rows = rows + first
+        if self.fc_norm:
+            parts = zip(self.fc_norm, features.split(self.shape.hidden_size, -1), strict=True)
+            features = torch.cat([norm(part) for norm, part in parts], -1)
         states, found = self.fc(features), []
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(steps):
             embeds = F.embedding(path[..., step], self.embedding).float()
-            x = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(states)], -1)
+            normed = layer.hidden_norm(states)
+            x = torch.cat([layer.input_layernorm(embeds), normed], -1)
             query, key, value = layer.keys(x, rows + step)
             keys.append(key)
             values.append(value)
-            states = layer.after(_attend(query, keys, values), states)
+            residual = normed if self.shape.norm_before_residual else states
+            states = layer.after(_attend(query, keys, values), residual)
             found.append(self.norm(states))
+            states = found[-1] if self.shape.norm_output else states
         return torch.stack(found, 2)
 
     def tensors(self) -> dict[str, Tensor]:

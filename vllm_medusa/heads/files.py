@@ -121,7 +121,8 @@ class CheckpointFiles:
 
 def is_drafter(files: CheckpointFiles) -> bool:
     """Whether a checkpoint holds an EAGLE drafter."""
-    return any(name.rsplit("model.", 1)[-1] == "fc.weight" for name in files.files)
+    bare = {name.rsplit("model.", 1)[-1].replace("midlayer.", "layers.0.") for name in files.files}
+    return not bare.isdisjoint({"fc.weight", "layers.0.hidden_norm.weight"})
 
 
 def digest_heads(files: CheckpointFiles) -> str:

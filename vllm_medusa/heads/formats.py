@@ -14,7 +14,7 @@ counted from the names because the numbers in published configs are wrong (five 
 
 To add a format, add its names to `NAMES`, a prefix to `_PREFIX`, and a new file name to `files`; to
 write it, add a row to `convert.heads.FORMATS` and its name to `convert.options`. The layouts of
-EAGLE-3 drafters are read by `heads.eagle` and written by `convert.eagle.DRAFTER_FORMATS`.
+EAGLE drafters are in `heads.eagle_tensors`, and written by `convert.eagle.DRAFTER_FORMATS`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from vllm.config import SpeculativeConfig
 
 from vllm_medusa.config import GROWN_METHODS, EagleConfig, MedusaConfigError
 from vllm_medusa.heads.checkpoint import NO
-from vllm_medusa.heads.eagle import doubtful_layers, inspect_drafter, named_layers, not_for_trees
+from vllm_medusa.heads.eagle import doubtful_layers, inspect_drafter, named_layers
 from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration import compat
@@ -121,8 +121,13 @@ def check_module(model_config: Any) -> None:
             f"{name} has num_nextn_predict_layers = {count}; trees need exactly one MTP module. "
             + ('Omit "tree" to use vLLM\'s own MTP.' if count else "Use another checkpoint.")
         )
-    for why in not_for_trees(draft.to_dict(), (), "mtp"):
-        raise MedusaConfigError(f"The MTP module of {name} {why}.")
+    types, window = getattr(draft, "layer_types", None), getattr(draft, "sliding_window", None)
+    slides = "sliding_attention" in types if types else getattr(draft, "use_sliding_window", True)
+    if window and slides:
+        raise MedusaConfigError(
+            f"The MTP module of {name} has a sliding window ({window}), which was not tested with "
+            'trees. Omit "tree".'
+        )
 
 
 def scratch_of(beam: Beam) -> int:
@@ -134,6 +139,12 @@ def beam_of(tree: Any) -> Beam:
     """The beam of a drafter with a KV cache."""
     assert isinstance(tree, DynamicTree) and isinstance(tree.pool, Beam)
     return tree.pool
+
+
+def reads_layers(speculative: Any) -> bool:
+    """Whether a drafter reads hidden states of several of the target's layers, by vLLM's rule."""
+    extra = getattr(speculative.draft_model_config.hf_config, "eagle_config", None) or {}
+    return speculative.method == "eagle3" and bool(extra.get("use_aux_hidden_state", True))
 
 
 def check_captured_layers(model: Any, speculative: Any) -> None:

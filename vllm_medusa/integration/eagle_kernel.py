@@ -29,8 +29,6 @@ def eagle_weights(model: Any, token_map: Tensor | None) -> EagleWeights | None:
         get_tensor_model_parallel_world_size() > 1
         or len(inner.layers) != 1
         or inner.quant_config is not None
-        or inner.norm_before_fc
-        or inner.fc_norm is not None
         or layer.self_attn.qkv_proj.bias is not None
         or layer.mlp.down_proj.bias is not None
         or not getattr(rope, "is_neox_style", False)
@@ -46,9 +44,12 @@ def eagle_weights(model: Any, token_map: Tensor | None) -> EagleWeights | None:
         found: Tensor = linear.quant_method.apply(linear, identity, None)
         return found.t()
 
+    norms: list[Any] = []
+    if inner.use_aux_hidden_state:
+        norms = [inner.input_norm] if inner.norm_before_fc else [*(inner.fc_norm or ())]
     attention, hidden = layer.self_attn, len(inner.norm.weight)
     return EagleWeights(
-        fc=weight(inner.fc, inner.fc_input_size),
+        fc=weight(inner.fc, inner.fc_input_size) if inner.use_aux_hidden_state else None,
         qkv=weight(attention.qkv_proj, 2 * hidden),
         out=weight(attention.o_proj, attention.q_size),
         gate_up=weight(layer.mlp.gate_up_proj, hidden),
@@ -66,6 +67,7 @@ def eagle_weights(model: Any, token_map: Tensor | None) -> EagleWeights | None:
         eps=inner.norm.variance_epsilon,
         norm_before_residual=getattr(inner.config, "norm_before_residual", False),
         norm_output=inner.norm_output,
+        fc_norms=tuple(norm.weight for norm in norms),
     )
 
 
@@ -76,4 +78,5 @@ def eagle_cache(layer: Any) -> EagleCache | None:
     from vllm_medusa.integration.cpu_attention import kernel_truncates
 
     layout = CacheLayout.of(layer.kv_cache, layer.isa)
-    return EagleCache.of(layer.kv_cache, layout, truncate=kernel_truncates())
+    window = max(layer.impl.sliding_window, 0)
+    return EagleCache.of(layer.kv_cache, layout, truncate=kernel_truncates(), window=window)

@@ -229,7 +229,7 @@ class EagleTrees:
         token_ids: Tensor,  # [T]
         positions: Tensor,  # int64 [T]
         hidden: Tensor,  # [T, H]
-        branches: tuple[Tensor, Tensor] | None = None,  # nodes visible to each node; None: a chain
+        branches: tuple[Tensor, ...] | None = None,  # see `build_branches`; None: a chain
     ) -> tuple[Tensor, Tensor]:
         metadata: dict[str, Any] = {}
         slots: dict[str, Tensor] = {}
@@ -355,6 +355,7 @@ class _Branches:
         self.ends = torch.where(used, roots.ends, 0)
         self.hidden = roots.hidden.unsqueeze(1)  # [B, k, H] of the latest level
         self.seen = roots.ends.new_zeros((len(roots.ends), 1, 0), dtype=torch.bool)  # [B, k, S]
+        self.depths = roots.ends.new_zeros(0)  # [S], position after the exact entries
 
     def expand(self, level: int, tokens: Tensor, parents: Tensor, width: int) -> Choices:
         """The choices below nodes; the roots' own states are already exact."""
@@ -363,6 +364,8 @@ class _Branches:
             own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
             own = own.expand(len(tokens), -1, -1)
             self.seen = torch.cat([_of_parents(self.seen, parents), own], 2)
+            depth = self.depths.new_full(tokens.shape[1:], level - 1)
+            self.depths = torch.cat([self.depths, depth])
             normed, self.hidden = self._run(level, tokens, _of_parents(self.hidden, parents))
         noise = None if self.noise is None else self.noise.at(level, level + 1)
         return self.drafter.choices(normed, width, noise)
@@ -390,7 +393,9 @@ class _Branches:
             slot_mapping=torch.where(self.used[:, None], slots, NO_SLOT).flatten(),
         )
         positions = (self.ends - 1 + level).repeat_interleave(width)
-        branches = None if size == level else (self.seen, self.ends)  # a chain attends to all of it
+        branches = None  # a chain attends to all of it
+        if size > level:
+            branches = self.seen, self.ends, self.depths
         states = self.drafter._forward(
             common, token_ids.flatten(), positions, hidden.flatten(0, 1), branches
         )

@@ -9,6 +9,8 @@ struct Eagle {
   const float* rope;  // [positions, dim]: cosines, then sines
   Embedding embedding;
   const int64_t* token_map;  // [vocab] ids of the target; null: the same ids
+  const float* fc_norm;      // [columns of fc]; null: none
+  int64_t norm_width;        // each norm before fc is of that many columns
   int64_t hidden, heads, kv_heads, dim, vocab, positions;
   int32_t norm_before_residual, norm_output;
   float eps;
@@ -19,14 +21,14 @@ struct EagleCache {
   const int64_t* token_offsets;    // [2, block_size], keys and values: elements
   const int64_t* channel_offsets;  // [kv_heads, 2, dim]
   const int32_t* blocks;           // [batch, max_blocks]
-  int64_t block_size, block_stride, max_blocks;
+  int64_t block_size, block_stride, max_blocks, window;  // window 0: none
   int32_t dtype, paired, truncate;  // as in `Layer`
 };
 
 struct EaglePaths {  // accepted tokens of B requests
   const int64_t *starts, *last;                  // [batch], first and last row of each
   const int64_t *tokens, *positions, *slots;     // [rows]
-  const float* features;                         // [rows, columns of fc]
+  const float* features;                         // [rows, columns of fc; without fc: hidden]
   float *normed, *hidden;                        // [batch, hidden], at the last rows
   int64_t batch;
 };
@@ -43,12 +45,13 @@ struct Entries {  // of B requests, request by request
   std::vector<int64_t> first, count, own, base;   // per request, as in `Plan`
   std::vector<int64_t> tokens, positions, slots;  // slots < 0: not stored
   std::vector<uint8_t> seen;                      // [batch, most, width]
+  std::vector<int64_t> depths;                    // [batch, width], position after the base
   int64_t most, width;
   std::vector<float> states, normed;  // [entries, hidden]: inputs and then outputs; outputs
 
   Entries(int64_t batch, int64_t most, int64_t width)
       : first(batch), count(batch), own(batch), base(batch), seen(batch * most * width),
-        most(most), width(width) {}
+        depths(batch * width), most(most), width(width) {}
 };
 
 void rms_norm(const float* x, const float* weight, int64_t size, float eps, float* to) {
@@ -103,10 +106,11 @@ void run_entries(const Eagle& eagle, const EagleCache& cache, Entries& entries) 
     if (entries.slots[r] >= 0) write_entry<T>(eagle, cache, entries.slots[r], row + Q);
   }
   const int64_t batch = entries.count.size();
-  const Plan plan{batch, eagle.heads, eagle.kv_heads, D, cache.block_size, cache.block_stride, 0,
-                  cache.max_blocks, entries.most * entries.width, entries.width, 0,
+  const Plan plan{batch, eagle.heads, eagle.kv_heads, D, cache.block_size, cache.block_stride,
+                  cache.window, cache.max_blocks, entries.most * entries.width, entries.width,
+                  entries.width,
                   entries.first.data(), entries.count.data(), entries.own.data(),
-                  entries.base.data(), cache.blocks, entries.seen.data(), nullptr};
+                  entries.base.data(), cache.blocks, entries.seen.data(), entries.depths.data()};
   const Layer layer{query.data(), cache.data, mixed.data(), nullptr, Q, D, Q, D,
                     1.0f / std::sqrt(float(D)), 0.0f, cache.dtype, paired, cache.truncate, paired};
   run<T, paired>(plan, layer);
@@ -157,7 +161,7 @@ std::vector<float> rows_of(const std::vector<float>& x, const std::vector<Expand
 
 // The exact entries of accepted tokens; rows after the last are ignored.
 extern "C" void eagle_prefill(const Eagle* eagle, const EagleCache* cache, const EaglePaths* paths) {
-  const int64_t B = paths->batch, H = eagle->hidden, F = eagle->fc.columns;
+  const int64_t B = paths->batch, H = eagle->hidden, F = eagle->fc.rows ? eagle->fc.columns : H;
   int64_t most = 0;
   for (int64_t b = 0; b < B; b++) most = std::max(most, paths->last[b] + 1 - paths->starts[b]);
   Entries entries(B, most, most);
@@ -171,11 +175,17 @@ extern "C" void eagle_prefill(const Eagle* eagle, const EagleCache* cache, const
       entries.positions.push_back(paths->positions[start + i]);
       entries.slots.push_back(paths->slots[start + i]);
       std::fill_n(entries.seen.data() + (b * most + i) * most, i + 1, 1);
+      entries.depths[b * most + i] = i;
     }
     const float* from = paths->features + start * F;
     features.insert(features.end(), from, from + count * F);
   }
-  multiply(eagle->fc, features.data(), entries.tokens.size(), entries.states);
+  if (eagle->fc_norm)
+    for (int64_t at = 0, size = eagle->norm_width; at < int64_t(features.size()); at += size)
+      rms_norm(features.data() + at, eagle->fc_norm + at % F, size, eagle->eps,
+               features.data() + at);
+  if (eagle->fc.rows) multiply(eagle->fc, features.data(), entries.tokens.size(), entries.states);
+  else entries.states = std::move(features);
   run_entries(*eagle, *cache, entries);
   for (int64_t b = 0; b < B; b++) {
     const int64_t row = entries.first[b] + entries.count[b] - 1;
@@ -194,6 +204,7 @@ extern "C" int32_t eagle_trees(const Eagle* heads, const EagleCache* cache, cons
   std::vector<float> states(roots->hidden, roots->hidden + B * H);
   std::vector<std::vector<int64_t>> paths(B);  // branch entries down to each node
   std::vector<int64_t> stored(B);              // branch entries of each request
+  std::vector<std::vector<int64_t>> depths(B);  // of those
   return grow(*beam, eagle.token_map, [&](int64_t level, const auto& expanded, Choices& found) {
     states = rows_of(states, expanded, H);
     if (level == 0) {  // an exact entry
@@ -211,6 +222,7 @@ extern "C" int32_t eagle_trees(const Eagle* heads, const EagleCache* cache, cons
         const int64_t block = cache->blocks[b * cache->max_blocks + (end + place) / size];
         if (entries.count[b] == 0) entries.first[b] = entries.tokens.size();
         entries.base[b] = end, entries.own[b] = stored[b];
+        depths[b].push_back(level - 1);
         entries.tokens.push_back(node.token);
         entries.positions.push_back(end - 1 + level);
         entries.slots.push_back(block * size + (end + place) % size);
@@ -219,6 +231,8 @@ extern "C" int32_t eagle_trees(const Eagle* heads, const EagleCache* cache, cons
         uint8_t* seen = entries.seen.data() + (b * entries.most + entries.count[b]++) * width;
         for (int64_t each : below.back()) seen[each] = 1;
       }
+      for (int64_t b = 0; b < B; b++)
+        std::copy(depths[b].begin(), depths[b].end(), entries.depths.begin() + b * width);
       std::swap(entries.states, states), std::swap(paths, below);
       run_entries(eagle, *cache, entries);
       std::swap(entries.states, states), std::swap(normed, entries.normed);

@@ -37,7 +37,7 @@ _VECTORS = ("embedding_norm", "state_norm", "mlp_norm", "last_norm", "rope")
 class EagleWeights:
     """An EAGLE-3 drafter of one layer: matrices [O, I], norms [H]."""
 
-    fc: Tensor
+    fc: Tensor | None  # None: the features are the states
     qkv: Tensor  # of the norms of the token's embedding and of the state: [.., 2H]
     out: Tensor
     gate_up: Tensor
@@ -55,6 +55,7 @@ class EagleWeights:
     eps: float
     norm_before_residual: bool = False
     norm_output: bool = False  # the next entry's state is the normed one
+    fc_norms: tuple[Tensor, ...] = ()  # of the features before ``fc``: one, or one per state
 
 
 class _Eagle(Structure):
@@ -62,7 +63,8 @@ class _Eagle(Structure):
         *((name, Matrix) for name in _MATRICES),
         *((name, c_void_p) for name in _VECTORS),
         ("embedding", Embedding),
-        ("token_map", c_void_p),
+        *((name, c_void_p) for name in ("token_map", "fc_norm")),
+        ("norm_width", c_int64),
         *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "vocab", "positions")),
         *((name, c_int32) for name in ("norm_before_residual", "norm_output")),
         ("eps", c_float),
@@ -74,19 +76,21 @@ class EagleCache(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("data", "token_offsets", "channel_offsets", "blocks")),
-        *((name, c_int64) for name in ("block_size", "block_stride", "max_blocks")),
+        *((name, c_int64) for name in ("block_size", "block_stride", "max_blocks", "window")),
         *((name, c_int32) for name in ("dtype", "paired", "truncate")),
     ]
     tensor: Tensor
     layout: Any
 
     @classmethod
-    def of(cls, tensor: Tensor, layout: Any, *, truncate: bool) -> EagleCache:
+    def of(
+        cls, tensor: Tensor, layout: Any, *, truncate: bool, window: int | None = None
+    ) -> EagleCache:
         """``layout`` is the tensor's `scorer.layout.CacheLayout`; `at` sets the blocks."""
         offsets = layout.token_offsets.data_ptr(), layout.channel_offsets.data_ptr()
         cache = cls(
             tensor.data_ptr(), *offsets, None, layout.block_size, layout.block_stride, 0,
-            CPU_DTYPES[tensor.dtype], layout.isa == "amx", truncate,
+            window or 0, CPU_DTYPES[tensor.dtype], layout.isa == "amx", truncate,
         )  # fmt: skip
         cache.tensor, cache.layout = tensor, layout
         return cache
@@ -116,14 +120,17 @@ class EagleBeam:
     def __init__(self, drafter: EagleWeights, *, exact: bool) -> None:
         """``exact``: weights in fp32 instead of int8."""
         self._weights = weights = KernelWeights(exact=exact)
-        self.hidden_size = drafter.fc.shape[0]
-        mapped = drafter.token_map
+        self.hidden_size = len(drafter.last_norm)
+        mapped, norms = drafter.token_map, drafter.fc_norms
+        matrices = [getattr(drafter, name) for name in _MATRICES]
         self._eagle = _Eagle(
-            *(weights.matrix(getattr(drafter, name)) for name in _MATRICES),
+            *(Matrix() if each is None else weights.matrix(each) for each in matrices),
             *(weights.pointer(getattr(drafter, name).float().contiguous()) for name in _VECTORS),
             weights.embedding(drafter.embedding),
             None if mapped is None else weights.pointer(mapped),
-            self.hidden_size, drafter.num_heads, drafter.num_kv_heads, drafter.rope.shape[1],
+            weights.pointer(torch.cat(norms).float()) if norms else None,
+            len(norms[0]) if norms else 0, self.hidden_size,
+            drafter.num_heads, drafter.num_kv_heads, drafter.rope.shape[1],
             len(drafter.lm_head), len(drafter.rope), drafter.norm_before_residual,
             drafter.norm_output, drafter.eps,
         )  # fmt: skip
@@ -131,7 +138,8 @@ class EagleBeam:
     @staticmethod
     def serves(drafter: EagleWeights, beam: Beam) -> bool:
         """Whether the kernel supports this drafter."""
-        sizes = (drafter.rope.shape[1], drafter.down.shape[1], drafter.fc.shape[1])
+        sizes = [drafter.rope.shape[1], drafter.down.shape[1], *map(len, drafter.fc_norms)]
+        sizes += [] if drafter.fc is None else [drafter.fc.shape[1]]
         return all(size % LANES == 0 for size in sizes) and fits_kernel(
             drafter.embedding, beam, len(drafter.lm_head), MAX_WIDTH
         )

@@ -15,7 +15,7 @@ struct Plan {
   const int64_t* base;      // [requests] keys of the context
   const int32_t* blocks;    // [requests, max_blocks]
   const uint8_t* seen;      // [requests, rows, own keys]
-  const int64_t* depths;    // [requests, own keys], for windows
+  const int64_t* depths;    // [requests, own keys], for windows; the queries are the last
 };
 
 struct Layer {
@@ -216,7 +216,8 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, std::vector<
       if (!seen[t - base]) row[t] = nothing;
     if (plan.window) {
       const int64_t* depths = plan.depths + b * plan.depths_request;
-      const int64_t hidden = base + depths[i] - plan.window;  // up to this position
+      const int64_t query = plan.own[b] - plan.rows[b] + i;
+      const int64_t hidden = base + depths[query] - plan.window;  // up to this position
       for (int64_t t = item.lo; t < std::min({hidden + 1, base, item.hi}); t++) row[t] = nothing;
       for (int64_t t = std::max(base, item.lo); t < item.hi; t++)
         if (base + depths[t - base] <= hidden) row[t] = nothing;

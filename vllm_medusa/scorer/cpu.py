@@ -62,6 +62,8 @@ def plan_branches(
     block_table: Tensor,  # int32 [B, >= ceil((base + S) / block_size)]
     layout: CacheLayout,
     num_heads: int,
+    window: int | None = None,
+    depths: Tensor | None = None,  # int64 [S] or [B, S], of the scratch nodes; for a window
 ) -> AttentionPlan:
     """Plan one level of a drafter's trees. Query rows are contiguous, request by request.
 
@@ -71,7 +73,8 @@ def plan_branches(
     batch, queries, size = seen.shape
     starts = queries * torch.arange(batch)
     rows, own = torch.full((batch,), queries), torch.full((batch,), size)
-    return _plan(seen, starts, rows, own, base, block_table, layout, num_heads, None, None)
+    places = None if depths is None else depths.expand(batch, -1)
+    return _plan(seen, starts, rows, own, base, block_table, layout, num_heads, window, places)
 
 
 def _plan(

@@ -137,6 +137,7 @@ class TreeBuffers:
     def level(
         self,
         seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query attends to
+        depths: Tensor,  # int64 [S] or [B, S], of the scratch nodes
         cu_query_lens: Tensor,
         seq_lens: Tensor,
         block_table: Tensor,
@@ -150,6 +151,7 @@ class TreeBuffers:
         """
         (count, queries, size), bits = seen.shape, pack_ancestors(seen)
         self.ancestor_bits[:count, size - queries : size, : bits.shape[2]] = bits
+        self.depths[:count, :size] = depths
         where, before = (cu_query_lens, seq_lens, block_table), size - queries
         return self.batch(*where, max_query_len, num_splits, workspace, before)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_medusa.heads.checkpoint import NO
-from vllm_medusa.heads.eagle import bare_names, inspect_drafter
+from vllm_medusa.heads.eagle import inspect_drafter
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
+from vllm_medusa.heads.eagle_tensors import bare_names, flat_config
 from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.training.method import Batch, Method, Setup
@@ -98,25 +100,39 @@ def new_drafter(
 def load_drafter(
     target: Target, folder: Path, layers: Sequence[int], num_steps: int
 ) -> EagleDrafter:
-    """Load a drafter that `heads.save_drafter` wrote for this target, to continue its training.
+    """Load a drafter of one Llama layer for this target, to continue its training.
+
+    Its shape is that of its own config: also EAGLE-3.1, and speculators' residual.
 
     Its LM head is trained unless its rows equal the target's.
 
     Raises HeadsError: it belongs to another target, or its tensors have another layout.
     """
     files = find_checkpoint(folder)
+    config = flat_config(files.config)
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     for check in inspect_drafter(files, sizes).checks:
-        if check.verdict == NO and check.name != "trees":
+        if check.verdict == NO or check.name == "numbers of layers":
             raise HeadsError(f"{folder}: {check.name}: {check.text}. {_NOT_OURS}")
+    types, rope = config.get("layer_types") or (), config.get("rope_parameters") or {}
+    untrained = {
+        "norm_before_fc": config.get("norm_before_fc"),
+        "sliding_window": "sliding_attention" in types,
+        "rope_type": rope.get("rope_type", "default") != "default" or config.get("rope_scaling"),
+    }
+    for name, found in untrained.items():
+        if found:
+            raise HeadsError(f"{folder} has {name}, which `train` does not support. {_NOT_OURS}")
     names = bare_names(files)
     stored = dict(files.finite_tensors(names.values()))
     found = {name.replace("layers.0.", "midlayer."): stored[key] for name, key in names.items()}
     offsets = found.pop("d2t", None)
     found.pop("t2d", None)
+    embedding, own = target.embedding_weight, found.pop("embed_tokens.weight", None)
+    if own is not None and not torch.equal(own, embedding[: len(own)].to(own.dtype).cpu()):
+        raise HeadsError(f'{folder}: its "embed_tokens.weight" is not the target\'s. {_NOT_OURS}')
     token_map = None if offsets is None else offsets.long() + torch.arange(len(offsets))
-    config = target.model.config.get_text_config()
-    shape = EagleShape.of(config, layers, target.hidden_size, target.vocab_size)
+    shape = EagleShape.of(SimpleNamespace(**config), layers, target.hidden_size, target.vocab_size)
     drafter = EagleDrafter(shape, num_steps, token_map)
     try:
         drafter.load_state_dict(found if token_map is None else found | {"token_map": token_map})

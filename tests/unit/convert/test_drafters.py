@@ -93,6 +93,25 @@ def test_unsupported_features_of_a_layout_are_refused(source: str, tmp_path: Pat
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (Eagle3.like_qwen3, "has 'layers.0.self_attn.k_norm.weight'"),
+        (Eagle3.read_last, "reads only the last hidden state"),
+        (lambda drafter: setattr(drafter, "window", 64), "sliding_attention, which SpecForge"),
+    ],
+)
+def test_unsupported_layers_are_refused(change: Any, reason: str, tmp_path: Path) -> None:
+    drafter = Eagle3(torch.zeros(512, 64), 2 * torch.arange(200), LAYERS)
+    change(drafter)
+    source = drafter.save(tmp_path / "source")
+    with pytest.raises(HeadsError, match=reason):
+        convert(source, "specforge", tmp_path / "new")
+    if drafter.window is not None:
+        convert(source, "speculators", tmp_path / "kept")
+        assert inspect_eagle(tmp_path / "kept").features == ["sliding window of 64"]
+
+
 def test_a_map_of_the_full_vocabulary(tmp_path: Path) -> None:
     """SpecForge always stores one; vLLM does not support it."""
     source = Eagle3(torch.zeros(512, 64), torch.arange(512), LAYERS).save(tmp_path / "source")

@@ -116,7 +116,8 @@ def test_levels_of_a_drafter(make_builder, monkeypatch, num_sms, expected):
             for context in (0, 100, 1000, 4000, LENGTH, 8 * LENGTH - 20):
                 common = buffers.batch([(beam.width, context)] * count)
                 seen = torch.ones(count, beam.width, scratch_of(beam), dtype=torch.bool)
-                metadata = builder.build_branches(common, seen, buffers.seq_lens[:count])
+                depths = torch.zeros(seen.shape[2], dtype=torch.int64)
+                metadata = builder.build_branches(common, seen, buffers.seq_lens[:count], depths)
                 splits.add(metadata.paged.num_splits)
                 query = torch.zeros(count * beam.width, HEADS + 2 * KV_HEADS, DIM)[:, :HEADS]
                 made, out = layers["plain"], torch.empty(query.shape)

@@ -140,10 +140,14 @@ def test_refused(config: Config, given: Any, words: str) -> None:
         ({IDS: [1, 2]}, r"layers \[1, 2\]; 3 distinct ones"),
         ({IDS: [1, 2, 5]}, "distinct ones from 0 to 4"),
         ({IDS: [0, 1, 2, 3]}, "3 distinct ones"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "only the target's last hidden state"),
-        ({"sliding_window": 64}, "sliding window"),
-        ({"sliding_window": 64, "layer_types": ["sliding_attention"]}, "sliding window"),
-        ({"draft_vocab_size": 300}, r"d2t in .* has the shape \[200\]"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, 'it has "fc.weight", which vLLM does'),
+        ({"sliding_window": 32, "layer_types": ["sliding_attention"]}, "window of 32; .* 64"),
+        ({"fc_norm": True}, r'no "fc_norm.0.weight" \[64\]'),
+        ({"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
+        ({"attention_bias": True}, 'no "layers.0.self_attn.q_proj.bias"'),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "is Eagle3DeepseekV3ForCausalLM"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, 'no "layers.0.self_attn.q_norm.weight"'),
+        ({"draft_vocab_size": 300}, r'"lm_head.weight" has the shape \[200, 64\]'),
         ({"draft_vocab_size": 8}, "width is 10, but"),
     ],
 )
@@ -158,8 +162,12 @@ def test_other_drafters(other: Any, changes: dict[str, Any], words: str) -> None
         ("d2t", None, 'no "d2t"'),
         ("fc.weight", None, "EAGLE drafter"),
         ("fc.weight", torch.zeros(HIDDEN, HIDDEN), "belongs to another target"),
-        ("fc.bias", torch.zeros(HIDDEN), 'biases in "fc"'),
-        ("mask_hidden", torch.zeros(3 * HIDDEN), "parallel drafting"),
+        ("fc.bias", torch.zeros(HIDDEN), 'it has "fc.bias".* Use another drafter'),
+        ("fc_norm.0.weight", torch.zeros(HIDDEN), '"fc_norm": true'),
+        ("input_norm.weight", torch.zeros(3 * HIDDEN), '"norm_before_fc": true'),
+        ("layers.0.self_attn.q_norm.weight", torch.zeros(32), "Eagle3Qwen3ForCausalLM"),
+        ("norm.weight", None, 'it has no "norm.weight"'),
+        ("mask_hidden", torch.zeros(3 * HIDDEN), "P-EAGLE"),
     ],
 )
 def test_other_tensors(other: Any, name: str, tensor: Any, words: str) -> None:
@@ -178,9 +186,11 @@ def test_heads_are_not_a_drafter(config: Config, tmp_path: Path) -> None:
     [
         {"sliding_window": 64, "use_sliding_window": False, "max_window_layers": 36},
         {"sliding_window": 64, "layer_types": ["full_attention"]},
+        {"sliding_window": 64, "layer_types": ["sliding_attention"]},
+        {"sliding_window": 64},  # Llama's layer has a window only with layer_types
         {IDS: None, "eagle_config": {IDS: [1, 2, 3], "use_aux_hidden_state": True}},
         {"eagle_config": {IDS: [], "use_aux_hidden_state": True, "parallel_draft_step": 1}},
-        {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+        {"norm_output": True, "norm_before_residual": True},
         {"target_hidden_size": HIDDEN, "target_model_type": "llama", "rope_scaling": None},
     ],
 )

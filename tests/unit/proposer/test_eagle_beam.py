@@ -20,10 +20,20 @@ HIDDEN, VOCAB, HEADS, KEY_HEADS, SIZE, BLOCK = 48, 90, 4, 2, 32, 32
 LENGTHS = [3, 40, 11, 33]  # exact entries of each request
 
 
-def random_drafter(seed: int) -> Eagle3:
+VARIANTS = {
+    "EAGLE-3": lambda drafter: None,
+    "EAGLE-3.1": Eagle3.add_norms,
+    "last state": Eagle3.read_last,
+    "window": lambda drafter: setattr(drafter, "window", 8),
+    "normed residual": lambda drafter: setattr(drafter, "norm_before_residual", True),
+}
+
+
+def random_drafter(seed: int, variant: str = "EAGLE-3") -> Eagle3:
     torch.manual_seed(seed)
     ids = torch.randperm(VOCAB)[:61].sort().values
     drafter = Eagle3(torch.randn(VOCAB, HIDDEN), ids, (1, 2, 3), HEADS, KEY_HEADS, SIZE)
+    VARIANTS[variant](drafter)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.copy_(parameter + torch.randn_like(parameter) / 10)
@@ -35,7 +45,7 @@ def weights_of(drafter: Eagle3, dtype: torch.dtype = torch.float32) -> EagleWeig
     attention, mlp = layer.self_attn, layer.mlp
     angles = torch.arange(64)[:, None] * 10000 ** (-torch.arange(half) / half)
     return EagleWeights(
-        fc=drafter.fc.weight,
+        fc=None if drafter.reads_last else drafter.fc.weight,
         qkv=torch.cat([attention[f"{name}_proj"].weight for name in "qkv"]),
         out=attention["o_proj"].weight,
         gate_up=torch.cat([mlp["gate_proj"].weight, mlp["up_proj"].weight]),
@@ -51,6 +61,9 @@ def weights_of(drafter: Eagle3, dtype: torch.dtype = torch.float32) -> EagleWeig
         num_heads=HEADS,
         num_kv_heads=KEY_HEADS,
         eps=1e-6,
+        norm_before_residual=drafter.norm_before_residual,
+        norm_output=drafter.norm_output,
+        fc_norms=tuple(norm.weight for norm in drafter.fc_norm),
     )
 
 
@@ -86,7 +99,7 @@ class Served:
         data = torch.full((blocks, KEY_HEADS, BLOCK, 2 * SIZE), torch.nan, dtype=dtype)
         layout = CacheLayout.of(data, isa)
         self.isa, self.table = isa, torch.randperm(blocks).int().view(batch, 3)
-        self.cache = EagleCache.of(data, layout, truncate=False)
+        self.cache = EagleCache.of(data, layout, truncate=False, window=drafter.window)
 
     def slots(self, row: int, places: torch.Tensor) -> torch.Tensor:
         return self.table[row, places // BLOCK].long() * BLOCK + places % BLOCK
@@ -107,19 +120,20 @@ class Served:
         )  # fmt: skip
 
 
-def inputs(batch: int) -> tuple[list, list, list[int]]:
-    ends = LENGTHS[:batch]
+def inputs(batch: int, drafter: Eagle3) -> tuple[list, list, list[int]]:
+    ends, states = LENGTHS[:batch], len(drafter.layers) or 1
     tokens = [torch.randint(0, VOCAB, (end,)) for end in ends]
-    return tokens, [torch.randn(end, 3 * HIDDEN) for end in ends], ends
+    return tokens, [torch.randn(end, states * HIDDEN) for end in ends], ends
 
 
 @pytest.mark.parametrize(
     ("isa", "dtype", "tolerance"),
     [("vec", torch.float32, 1e-4), ("vec", torch.bfloat16, 0.06), ("amx", torch.bfloat16, 0.06)],
 )
-def test_exact_entries_are_those_of_a_dense_pass(isa, dtype, tolerance) -> None:
-    drafter = random_drafter(1)
-    tokens, features, ends = inputs(4)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_exact_entries_are_those_of_a_dense_pass(isa, dtype, tolerance, variant) -> None:
+    drafter = random_drafter(1, variant)
+    tokens, features, ends = inputs(4, drafter)
     served = Served(drafter, 4, isa, dtype)
     cut = [end // 3 for end in ends]
     served.prefill(tokens, features, [0] * 4, cut, padding=2)
@@ -149,10 +163,13 @@ def test_exact_entries_are_those_of_a_dense_pass(isa, dtype, tolerance) -> None:
     num_nodes=st.integers(2, 30),
     limit=st.none() | st.integers(1, 12),
     noisy=st.booleans(),
+    variant=st.sampled_from(sorted(VARIANTS)),
 )
-def test_drafts_what_the_builder_drafts(seed, beam, depths, num_nodes, limit, noisy) -> None:
-    drafter, batch = random_drafter(seed), len(depths)
-    tokens, features, ends = inputs(batch)
+def test_drafts_what_the_builder_drafts(
+    seed, beam, depths, num_nodes, limit, noisy, variant
+) -> None:
+    drafter, batch = random_drafter(seed, variant), len(depths)
+    tokens, features, ends = inputs(batch, drafter)
     depth, root, noise = torch.tensor(depths), torch.stack([each[-1] for each in tokens]), None
     if noisy:
         heat = torch.linspace(0, 1.2, batch)  # the first is greedy
@@ -179,7 +196,7 @@ def test_drafts_what_the_builder_drafts(seed, beam, depths, num_nodes, limit, no
 )
 def test_the_rounding_of_weights_to_int8_is_small(isa, dtype) -> None:
     beam, drafter = Beam(4, 4, 3), random_drafter(2)
-    tokens, features, ends = inputs(4)
+    tokens, features, ends = inputs(4, drafter)
     root, depth = torch.stack([each[-1] for each in tokens]), torch.full((4,), 3)
     expected = build_tree(Dense(drafter, tokens, features, None), beam, root, 12, depth)
     served = Served(drafter, 4, isa, dtype, exact=False)

@@ -16,16 +16,18 @@ from vllm_medusa.tree.ancestors import unpack_ancestors
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bases", [[40], [40, 41, 40], [200, 3, 64]])
-def test_rows_of_the_newest_level(bases: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, 30])
+def test_rows_of_the_newest_level(bases: list[int], dtype: torch.dtype, window: int | None) -> None:
     size, queries = 11, 4
-    case = make_case([size] * len(bases), bases, dtype=dtype)
+    case = make_case([size] * len(bases), bases, dtype=dtype, window=window)
+    depths = case.tree.depths.to(torch.int64)
     whole = tree_attention(case.query, case.kv_cache, case.meta, case.scale)
     newest = whole.unflatten(0, (-1, size))[:, -queries:].flatten(0, 1)
     query = case.query.unflatten(0, (-1, size))[:, -queries:].flatten(0, 1)
     seen = case.tree.ancestors[:, -queries:]
 
     def attend(seen: torch.Tensor) -> torch.Tensor:
-        plan = plan_branches(seen, case.base, case.block_table, case.meta.layout, 4)
+        plan = plan_branches(seen, case.base, case.block_table, case.meta.layout, 4, window, depths)
         return tree_attention(query, case.kv_cache, plan, case.scale)
 
     torch.testing.assert_close(attend(seen), newest)
@@ -35,10 +37,11 @@ def test_rows_of_the_newest_level(bases: list[int], dtype: torch.dtype) -> None:
     assert (wrong.view(-1, queries) > 0.01).tolist() == [[False] * 3 + [True]] * len(bases)
 
 
-def test_levels_in_paged_attention() -> None:
+@pytest.mark.parametrize("window", [None, 12])
+def test_levels_in_paged_attention(window: int | None) -> None:
     """Each of three levels equals the whole tree's rows; its bits stay in the same memory."""
     size, queries, requests = 66, 22, 2
-    case = make_paged([tree(size, 40), tree(size, 3)], heads=(2, 1))
+    case = make_paged([tree(size, 40), tree(size, 3)], heads=(2, 1), window=window)
     seen = unpack_ancestors(case.batch.ancestor_bits, size)
     expected = case.expected().unflatten(0, (requests, size))
     query = case.query.unflatten(0, (requests, size))
@@ -47,7 +50,9 @@ def test_levels_in_paged_attention() -> None:
     for end in range(queries, size + 1, queries):
         rows = slice(end - queries, end)
         lengths = (case.batch.seq_lens - size + end).int()
-        batch = branches.level(seen[:, rows, :end], cu, lengths, case.batch.block_table, queries)
+        depths = case.batch.depths[:, :end]
+        where = cu, lengths, case.batch.block_table, queries
+        batch = branches.level(seen[:, rows, :end], depths, *where)
         level = replace(case, query=query[:, rows].flatten(0, 1), batch=batch)
         out = level.run(paged_tree_attention_torch, torch.float64)
         torch.testing.assert_close(out.unflatten(0, (requests, queries)), expected[:, rows])

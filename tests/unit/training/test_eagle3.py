@@ -95,15 +95,22 @@ def trained(target, records, tmp_path_factory):
     return output
 
 
-def test_each_step_equals_a_dense_pass_of_its_path():
+@pytest.mark.parametrize("option", [False, True])
+def test_each_step_equals_a_dense_pass_of_its_path(option):
+    """Without and with the norms of EAGLE-3.1 and speculators' residual."""
     torch.manual_seed(0)
-    shape = EagleShape(64, 512, (0, 1, 2), 4, 2, 32, 128, 10000.0, 1e-6, 1024)
+    sizes = (64, 512, (0, 1, 2), 4, 2, 32, 128, 10000.0, 1e-6, 1024)
+    shape = EagleShape(*sizes, *[option] * len(eagle_model.OPTIONS))
     mine = EagleDrafter(shape, K, torch.arange(0, 512, 2))
     for parameter in mine.parameters():
         torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.2)
     mine.embedding = torch.randn(512, 64)
     dense = Dense(mine.embedding, torch.arange(0, 512, 2), shape.layers)
-    dense.load_state_dict(mine.state_dict(), strict=False)
+    if option:
+        dense.add_norms()
+        dense.norm_before_residual = True
+    missing = dense.load_state_dict(mine.state_dict(), strict=False).missing_keys
+    assert sorted(missing) == ["embedding", "target_ids"]
     text, features, length = torch.randint(512, (14,)), torch.randn(14, 192), 10
     path = torch.stack([text[1 + step : 1 + step + length] for step in range(K)], 1)
     padded = torch.cat([features[:length], torch.full((3, 192), 9.0)])
@@ -232,13 +239,56 @@ def test_training_continues_from_a_drafter(target, records, trained, tmp_path):
         assert not other.output.exists()
 
 
+def other_start(trained, folder, changes, **tensors):
+    """The trained drafter with other options in its config, and with more tensors."""
+    shutil.copytree(trained, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights_of(trained) | tensors, folder / "model.safetensors")
+    return HeadOptions(kind="eagle3", num_heads=K, start_heads=folder)
+
+
+def test_training_continues_from_eagle_3_1(target, records, trained, tmp_path):
+    """Its norms are trained, and its options are kept."""
+    norms = {f"fc_norm.{state}.weight": torch.full((64,), 2.0) for state in range(3)}
+    given = {"fc_norm": True, "norm_output": True, "norm_before_residual": True}
+    embedding = Target.load(target, dtype=torch.float32, device="cpu").embedding_weight
+    more = norms | {"embed_tokens.weight": embedding.clone()}
+    heads = other_start(trained, tmp_path / "start", given | {"rope_theta": 500.0}, **more)
+    train(replace(options(target, records, tmp_path / "more"), heads=heads))
+    assert losses_of(tmp_path / "more")[-1] < losses_of(tmp_path / "more")[0]
+    after = weights_of(tmp_path / "more")
+    assert after.keys() == weights_of(trained).keys() | norms.keys()
+    assert all(not torch.equal(after[name].float(), norm) for name, norm in norms.items())
+    found = inspect_eagle(tmp_path / "more", target)
+    assert found.fits and found.kind == "EAGLE-3.1"
+    assert found.features[0] == "3 norms before fc" and len(found.features) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "has sliding_window"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "has rope_type"),
+        ({"speculators_model_type": "eagle"}, "its architecture is eagle of speculators"),
+    ],
+)
+def test_training_does_not_continue_from_others(
+    target, records, trained, tmp_path, changes, reason
+):
+    heads = other_start(trained, tmp_path / "start", changes)
+    with pytest.raises(ValueError, match=f"{reason}.* without --start-heads"):
+        train(replace(options(target, records, tmp_path / "more"), heads=heads))
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "reason"),
     [
         ("d2t", torch.full((300,), -5), "draft vocabulary: .* token ids from -5"),
-        ("norm.weight", None, r"Missing key.* \"norm.weight\""),
-        ("norm.weight", torch.ones(3), "size mismatch for norm.weight"),
-        ("other", torch.ones(3), r"Unexpected key.* \"other\""),
+        ("norm.weight", None, 'it has no "norm.weight"'),
+        ("norm.weight", torch.ones(3), '"norm.weight" has the shape'),
+        ("other", torch.ones(3), 'it has "other"'),
+        ("embed_tokens.weight", torch.ones(512, 64), '"embed_tokens.weight" is not the target'),
     ],
 )
 def test_another_drafter_is_refused(target, records, trained, tmp_path, name, tensor, reason):

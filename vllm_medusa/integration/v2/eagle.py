@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_medusa.config import MedusaConfigError
-from vllm_medusa.integration.eagle import beam_of, check_captured_layers
+from vllm_medusa.integration.eagle import beam_of, check_captured_layers, reads_layers
 from vllm_medusa.integration.eagle_trees import (
     NO_SLOT,
     EagleTrees,
@@ -34,13 +34,14 @@ class EagleTreeDrafter(EagleTrees):
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
         self.method = str(vllm_config.speculative_config.method)  # type: ignore[union-attr]
+        self.reads_layers = reads_layers(vllm_config.speculative_config)
         self.beam = beam_of(TreeSettings.of(vllm_config).tree)
         self.block_size = vllm_config.model_config.max_model_len  # until there is a cache
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the drafter, which may share the target's embedding and LM head."""
         config = self.vllm_config.speculative_config
-        if self.method == "eagle3":
+        if self.reads_layers:
             check_captured_layers(target_model, config)
         self.model = load_eagle_model(target_model, self.vllm_config)
         self.prepare()
@@ -102,7 +103,7 @@ class EagleTreeSpeculator(TreeSpeculator):
     ) -> Roots | None:
         """Process accepted tokens; those of plain steps are deferred to steps that draft."""
         features = [last_hidden_states]
-        if self.method == "eagle3":
+        if self.drafter.reads_layers:
             assert aux_hidden_states is not None
             features = aux_hidden_states
         count, device = batch.num_reqs, self.device

@@ -1,0 +1,145 @@
+"""Layouts of EAGLE drafters: recognized, and refused by the name of a tensor."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.conversion import convert
+from support.eagle import Eagle1, Eagle3
+
+from vllm_medusa.heads.eagle import EagleInspection, inspect_eagle
+from vllm_medusa.heads.eagle_tensors import Layout
+from vllm_medusa.heads.files import find_checkpoint
+
+Change = Callable[[Eagle3], Any]
+LAYERS = (1, 2, 3)
+VARIANTS: dict[str, tuple[Change, str, list[str]]] = {
+    "plain": (lambda drafter: None, "EAGLE-3", []),
+    "3.1": (Eagle3.add_norms, "EAGLE-3.1", ["3 norms before fc", "the next step reads normed"]),
+    "last": (Eagle3.read_last, "EAGLE-3", ["reads only the target's last hidden state"]),
+    "qwen3": (Eagle3.like_qwen3, "EAGLE-3", ["Qwen3's layer"]),
+    "window": (lambda each: setattr(each, "window", 64), "EAGLE-3", ["sliding window of 64"]),
+}
+
+
+def saved(folder: Path, variant: str, **config: Any) -> Path:
+    drafter = Eagle3(torch.zeros(512, 64), 2 * torch.arange(200), LAYERS)
+    VARIANTS[variant][0](drafter)
+    return Path(drafter.save(folder, **config))
+
+
+def rewritten(folder: Path, config: dict[str, Any], **tensors: Any) -> EagleInspection:
+    """Inspect a folder with other keys and tensors; None removes one."""
+    for file, change, load, save in (
+        ("config.json", config, lambda path: json.loads(path.read_text()), save_config),
+        ("model.safetensors", tensors, load_file, save_file),
+    ):
+        path = folder / file
+        save({k: v for k, v in (load(path) | change).items() if v is not None}, path)
+    return inspect_eagle(folder)
+
+
+def save_config(config: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(config))
+
+
+def problems(found: EagleInspection) -> list[str]:
+    return [check.text for check in found.checks if check.verdict == "does not fit"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_absent_tensor_is_named(variant: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, variant)
+    found, (_, kind, features) = inspect_eagle(folder), VARIANTS[variant]
+    assert found.fits and found.method == "eagle3"
+    assert found.kind == kind
+    assert found.layout == ("SpecForge" if variant == "last" else "SafeAILab")
+    assert len(found.features) == len(features)
+    for text, start in zip(found.features, features, strict=True):
+        assert text.startswith(start)
+    tensors = load_file(folder / "model.safetensors")
+    expected = Layout.read(find_checkpoint(folder)).tensors()
+    needed = {name for name, each in expected.items() if each.required}
+    assert needed == {name.replace("midlayer.", "layers.0.") for name in tensors} - {"t2d"}
+    for name in tensors.keys() - {"t2d", "fc.weight", "midlayer.hidden_norm.weight"}:
+        less = {key: tensor for key, tensor in tensors.items() if key != name}
+        save_file(less, folder / "model.safetensors")
+        named = name.replace("midlayer.", "layers.0.")
+        texts = problems(inspect_eagle(folder))
+        assert len(texts) == 1 and f'it has no "{named}" [' in texts[0]
+        save_file(less | {name: torch.zeros(7)}, folder / "model.safetensors")
+        assert f'"{named}" has the shape [7]; its config' in problems(inspect_eagle(folder))[0]
+
+
+def test_eagle_1_has_no_first_norm(tmp_path: Path) -> None:
+    """vLLM's EAGLE-1 has none, though variants of it do."""
+    weights = SimpleNamespace(weight=torch.nn.Parameter(torch.zeros(512, 64)))
+    model = SimpleNamespace(get_input_embeddings=lambda: weights, lm_head=weights)
+    folder = Path(Eagle1(model).save(tmp_path))
+    found = inspect_eagle(folder)
+    assert found.fits and (found.kind, found.layout) == ("EAGLE-1 or 2", "SafeAILab")
+    norm = {"layers.0.input_layernorm.weight": torch.ones(64)}
+    (text,) = problems(rewritten(folder, {}, **norm))
+    assert 'it has "layers.0.input_layernorm.weight", which vLLM does not read' in text
+
+
+@pytest.mark.parametrize("variant", ["plain", "3.1"])
+@pytest.mark.parametrize("layout", ["speculators", "specforge", "native", "safeailab"])
+def test_folders_of_each_project(variant: str, layout: str, tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", variant)
+    if (variant, layout) == ("3.1", "safeailab"):
+        return
+    convert(str(source), layout, tmp_path / "made")
+    found, name = inspect_eagle(tmp_path / "made"), layout.replace("specforge", "SpecForge")
+    assert found.fits and found.layout == name.replace("safeailab", "SafeAILab")
+    assert found.kind == VARIANTS[variant][1]
+    doubts = [check.name for check in found.checks if check.verdict == "unknown"]
+    assert ("norm_output" in doubts) == ((variant, layout) == ("3.1", "specforge"))
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors"),
+    [
+        ({"architectures": ["PEagleDraftModel"], "num_hidden_layers": 4}, {}),
+        ({"architectures": ["PeagleLlamaForCausalLM"]}, {}),
+        ({}, {"mask_hidden": torch.zeros(1, 1, 192)}),
+        ({"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]}, {}),
+    ],
+)
+def test_p_eagle(config: dict[str, Any], tensors: dict[str, Any], tmp_path: Path) -> None:
+    found = rewritten(saved(tmp_path, "plain"), config, **tensors)
+    assert found.kind == "P-EAGLE" and "parallel levels" in found.features
+    (text,) = problems(found)
+    assert 'in parallel (P-EAGLE), which trees do not support. Omit "tree"' in text
+
+
+def test_more_layers_and_biases(tmp_path: Path) -> None:
+    """Deeper layers read only states; Llama's layer has a bias at each of its projections."""
+    found = rewritten(saved(tmp_path, "plain"), {"num_hidden_layers": 2, "attention_bias": True})
+    absent = [text.split('"')[1] for text in problems(found)]
+    assert len(absent) == 4 + 9 + 4 and "layers.1.input_layernorm.weight" in absent
+    assert (
+        "layers.1.hidden_norm.weight" not in absent and "layers.0.self_attn.o_proj.bias" in absent
+    )
+    layout = Layout.read(find_checkpoint(tmp_path))
+    assert layout.tensors()["layers.1.self_attn.q_proj.weight"].shape == (128, 64)
+    types = ["full_attention", "sliding_attention"]
+    found = rewritten(tmp_path, {"layer_types": types, "sliding_window": 64})
+    assert any("its layers have different windows" in text for text in problems(found))
+
+
+def test_quantized_tensors_are_not_checked(tmp_path: Path) -> None:
+    scale = {"midlayer.mlp.up_proj.weight_scale": torch.ones(1)}
+    found = rewritten(
+        saved(tmp_path, "plain"), {"quantization_config": {"quant_method": "fp8"}}, **scale
+    )
+    assert problems(found) == []
+    assert [check.text for check in found.checks] == [
+        "quantized (fp8): they were not checked",
+        "200 of 512 tokens",
+    ]
