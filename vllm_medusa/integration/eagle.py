@@ -23,8 +23,8 @@ from vllm_medusa.integration import compat
 from vllm_medusa.integration.options import CreateConfig, TreeSettings, absolute, merged
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 
-# vLLM's MTP modules that were tested: one state per entry, attention with keys and values (no MLA)
-MTP_MODULES = ("MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel")
+# vLLM's MTP modules that were tested
+MTP_MODULES = ("MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "DeepSeekMTPModel")
 
 
 def config_of_eagle(
@@ -58,6 +58,9 @@ def config_of_eagle(
             settings["num_speculative_tokens_per_batch_size"] = [(1, 1, maximum), (2, 2, 0)]
     else:  # accepted tokens are known on the host before drafting
         settings["disable_padded_drafter_batch"] = True
+    backend = engine_args.attention_backend or engine_args.attention_config.backend
+    if backend is not None and model_config.use_mla:  # vLLM would choose the module's itself
+        settings["attention_backend"] = backend
     if revision is not None:
         settings["revision"] = revision
     speculative = create(settings)
