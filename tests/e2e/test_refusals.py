@@ -18,7 +18,7 @@ from vllm.model_executor.models import llama
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_medusa import plugin
-from vllm_medusa.integration import drafting
+from vllm_medusa.integration import checks, drafting
 from vllm_medusa.integration.v1.worker import MedusaCPUWorker
 from vllm_medusa.offline.engine import EngineRefused, Sampling, VllmEngine
 
@@ -157,7 +157,7 @@ MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_h
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba": ("Mamba", {"state_size": 8}, "recurrent state"),
     "jamba": ("Jamba", {"attn_layer_offset": 1, "attn_layer_period": 2}, "recurrent state"),
-    "mla": ("DeepseekV2", MLA, "MLA"),
+    "sparse mla": ("DeepseekV2", MLA | {"index_topk": 4}, "sparse MLA (index_topk)"),
     "chunks": ("Llama", {"attention_chunk_size": 64}, "in chunks of 64 tokens"),
 }
 
@@ -168,6 +168,13 @@ def test_models(tmp_path: Path, random_heads: str, name: str) -> None:
     model = save_config(tmp_path, architecture, **changes)
     message = refusal(model, medusa(random_heads, TREE))
     assert word in message and model in message
+
+
+def test_mla_on_cuda(tmp_path: Path, random_heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_config(tmp_path, "DeepseekV2", **MLA)
+    if not ON_V2:
+        monkeypatch.setattr(checks.compat, "on_cuda", lambda: True)
+    assert "only on CPUs, with vLLM's V1 model runner" in refusal(model, medusa(random_heads, TREE))
 
 
 def test_a_layer_with_its_own_backend_starts_no_engine(

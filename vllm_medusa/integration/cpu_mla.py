@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
+    MLACommonImpl,
     MLACommonMetadata,
     MLACommonMetadataBuilder,
     QueryLenSupport,
@@ -52,9 +53,13 @@ class _TreeBuilder(MLACommonMetadataBuilder):
     query_len_support = QueryLenSupport.VARLEN  # the batch starts with the requests that decode
 
     def build(
-        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> MLACommonMetadata:
         """Build vLLM's metadata; if `step` has drafts, only for its other requests."""
+        common = common_attn_metadata
         if common.seq_lens_cpu_upper_bound is None:
             common = replace(common, seq_lens_cpu_upper_bound=common.seq_lens)
         step = self.step
@@ -127,18 +132,17 @@ class _TreeBuilder(MLACommonMetadataBuilder):
         )
 
 
-class _TreeImpl:
+class _TreeImpl(MLACommonImpl):
     """Mixin for an attention layer's implementation."""
 
-    kv_lora_rank: int
-    scale: float
     group_caches: Any = None  # of `compact_group`, stored in a group's first layer
 
     def forward_mqa(
-        self, q: Any, kv_cache: Tensor, attn_metadata: MLACommonMetadata, layer: Any
+        self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: MLACommonMetadata, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend queries [T, num_heads, latent + RoPE channels], or a pair of the two parts."""
         own: Any = super()
+        kv_cache = kv_c_and_k_pe_cache
         if not isinstance(attn_metadata, TreeMLAMetadata):
             return own.forward_mqa(q, kv_cache, attn_metadata, layer)  # type: ignore[no-any-return]
         query = torch.cat(q, -1) if isinstance(q, tuple) else q
