@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from support.engines import complete, engine, greedy, medusa, start, stop
 from support.models import HIDDEN, VOCAB, save_config, save_random_heads
+from support.mtp import GLM, mtp_config, save_random
 from support.runner import ON_V2
+from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -18,6 +20,7 @@ from vllm.model_executor.models import llama
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_medusa import plugin
+from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.integration import checks, drafting
 from vllm_medusa.integration.v1.worker import MedusaCPUWorker
 from vllm_medusa.offline.engine import EngineRefused, Sampling, VllmEngine
@@ -175,6 +178,13 @@ def test_mla_on_cuda(tmp_path: Path, random_heads: str, monkeypatch: pytest.Monk
     if not ON_V2:
         monkeypatch.setattr(checks.compat, "on_cuda", lambda: True)
     assert "only on CPUs, with vLLM's V1 model runner" in refusal(model, medusa(random_heads, TREE))
+
+
+def test_replicas_of_experts_with_mtp(tmp_path: Path) -> None:
+    target, config = save_random(tmp_path, GLM), mtp_config("chain")
+    args = EngineArgs(target, speculative_config=config, data_parallel_size=2)
+    with pytest.raises(MedusaConfigError, match="size is 2: replicas of a mixture of experts"):
+        args.create_engine_config()
 
 
 def test_a_layer_with_its_own_backend_starts_no_engine(

@@ -99,7 +99,7 @@ class _TreeBuilder(MLACommonMetadataBuilder):
 
     def _build_plain(self, common: CommonAttentionMetadata) -> MLACommonMetadata:
         """Build vLLM's metadata, in which only one-token requests decode."""
-        threshold, self.reorder_batch_threshold = self.reorder_batch_threshold, 1
+        threshold, self.reorder_batch_threshold = self.reorder_batch_threshold, 1  # type: ignore[has-type]
         try:
             return super().build(0, common)
         finally:
