@@ -8,22 +8,32 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.eagle import Eagle1
 from support.engine_process import answers, batch, engine_process
 from support.engines import Completion, medusa
 from support.plain import COMMON, Plain
 from support.reference import differing
+from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 COUNT = 8
 
 
-def test_two_replicas(plain: Plain, chaotic_llama: str, random_heads: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["medusa", "eagle"])
+def test_two_replicas(
+    method: str, plain: Plain, chaotic_llama: str, random_heads: str, tmp_path: Path
+) -> None:
+    config = medusa(random_heads, {"dense": [2, 2, 2]})
+    if method == "eagle":
+        drafter = Eagle1(AutoModelForCausalLM.from_pretrained(chaotic_llama)).save(tmp_path / "e")
+        tree = {"width": 3, "depth": 3}
+        config = {"method": "eagle", "model": drafter, "tree": tree, "budget": 8}
     job = {
         "replicas": 2,
         "engine": {
             "model": chaotic_llama,
-            "speculative_config": medusa(random_heads, {"dense": [2, 2, 2]}),
+            "speculative_config": config,
             "data_parallel_size": 2,
             "skip_tokenizer_init": True,
             "dtype": "float32",

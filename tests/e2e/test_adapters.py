@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import engine, medusa, metric, random_prompts
+from support.eagle_case import Case, eagle_config
+from support.engines import engine, greedy, medusa, metric, random_prompts
 from support.lora import RANK, save_adapter
 from support.models import HIDDEN, VOCAB
 from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
 from support.planted import planted_by_seed
 from support.runner import ON_V2, sized
-from support.spies import mean_accepted, recorded_steps
+from support.spies import accepted_per_step, mean_accepted, recorded_steps
 from vllm import LLM, SamplingParams
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
 
 from vllm_medusa.heads.model import MedusaHeads
@@ -46,6 +48,29 @@ def requests(adapters: list[Any]) -> tuple[list[list[int]], list[SamplingParams]
     for param, (_, heat, _) in zip(params, cases, strict=True):
         param.temperature = heat
     return [case[0] for case in cases], params, [case[2] for case in cases]
+
+
+def test_eagle(eagle_case: Case, adapters: list[Any]) -> None:
+    """Each request's tokens are plain vLLM's, and the drafter is as good without an adapter.
+
+    Runs before `llm`, because only one engine can exist at a time.
+    """
+    learned = eagle_case.prompts[:4]
+    prompts, params, chosen = requests(adapters)
+    prompts, chosen = prompts + learned, chosen + [None] * len(learned)
+    params += [greedy(TOKENS) for _ in learned]
+    with engine(eagle_case.target, **ENGINE) as llm:
+        plain = steady_outcomes(llm, prompts, params, chosen)
+    config = eagle_config(eagle_case, {"width": 3, "depth": 3}, budget=8)
+    with engine(eagle_case.target, config, **ENGINE) as llm:
+        with planted_by_seed(by_seed(plain), VOCAB), recorded_steps() as steps:
+            got = outcomes(llm, prompts, params, chosen)
+        modules = runner_of(llm).drafter.model.modules() if not ON_V2 else ()
+        assert not any(isinstance(module, BaseLayerWithLoRA) for module in modules)
+    assert_same(plain, got)
+    assert len({outcome.tokens for outcome in plain}) == len(plain)
+    accepted = [sum(accepted_per_step(steps, prompt)) for prompt in learned]
+    assert min(accepted) > TOKENS / 3
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +105,14 @@ def test_cached_prefixes_belong_to_an_adapter(
     assert metric(llm, "prefix_cache_hits") - before >= 32 * len(plain)
 
 
+def runner_of(llm: LLM) -> Any:
+    core: Any = llm.llm_engine.engine_core
+    return core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def test_heads_draft_with_the_target_s_own_lm_head(llm: LLM) -> None:
     """The wrapped LM head would apply the adapters of the step's rows to the heads' rows."""
-    core: Any = llm.llm_engine.engine_core
-    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
     drafter, target = (runner.speculator if ON_V2 else runner).drafter, runner.model
     states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(6))
     rows = drafter.heads(states)

@@ -6,15 +6,12 @@ have almost the logit of plain vLLM's best token. Tokens after it are not compar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 from support import assets
 from support.assets import HEADS, TARGET, code_prompts
-from support.engines import complete, engine, generate, greedy, medusa, random_prompts
+from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
+from support.near_ties import Plain, run_plain
 from support.planted import planted
 from support.reference import assert_chaotic
 from support.runner import compaction
@@ -26,33 +23,6 @@ pytestmark = pytest.mark.engine
 # each direction, may separate the best two.
 NEAR_TIE = 2 * 2**-4
 TOKENS = 40
-Prompts = Sequence[list[int]]
-
-
-@dataclass(frozen=True)
-class Plain:
-    prompts: Prompts
-    outputs: list[tuple[int, ...]]
-    logprobs: list[list[dict[int, Any]]]  # of the best few tokens, per request
-
-    def gaps(self, got: Sequence[Sequence[int]]) -> list[float]:
-        """How much less likely (in nats) our token was at each first difference; inf: unlisted."""
-        found = []
-        for ours, output, logprobs in zip(got, self.outputs, self.logprobs, strict=True):
-            assert len(ours) == len(output)
-            for token, best, options in zip(ours, output, logprobs, strict=True):
-                if token != best:
-                    far = float("inf")
-                    other = options[token].logprob if token in options else -far
-                    found.append(options[best].logprob - other)
-                    break
-        return found
-
-
-def run_plain(llm: LLM, prompts: Prompts) -> Plain:
-    outputs = generate(llm, prompts, greedy(TOKENS, logprobs=5))
-    parts = [output.outputs[0] for output in outputs]
-    return Plain(prompts, [tuple(p.token_ids) for p in parts], [p.logprobs for p in parts])
 
 
 def run_trees(llm: LLM, plain: Plain, vocab: int) -> list[float]:
@@ -67,7 +37,7 @@ def test_chaotic_model(
 ) -> None:
     prompts = random_prompts(64, VOCAB, longest=200, seed=21)
     with engine(chaotic_llama, dtype="bfloat16") as llm:
-        plain = run_plain(llm, prompts)
+        plain = run_plain(llm, prompts, TOKENS)
     assert_chaotic(plain.outputs)
     with engine(chaotic_llama, medusa(random_heads, "mc_sim_7b_63"), dtype="bfloat16") as llm:
         gaps = run_trees(llm, plain, VOCAB)
@@ -82,7 +52,7 @@ def test_chaotic_model(
 def test_trained_model() -> None:
     prompts = code_prompts()
     with engine(TARGET, dtype="bfloat16") as llm:
-        plain = run_plain(llm, prompts)
+        plain = run_plain(llm, prompts, TOKENS)
     with engine(TARGET, medusa(HEADS, "heads"), dtype="bfloat16") as llm:
         gaps = run_trees(llm, plain, assets.VOCAB)
         real = plain.gaps([c.token_ids for c in complete(llm, prompts, greedy(TOKENS))])

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from support.engines import complete, engine, greedy, medusa, start, stop
 from support.models import HIDDEN, VOCAB, save_config, save_random_heads
+from support.mtp import GLM, mtp_config, save_random
 from support.runner import ON_V2
+from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -18,7 +20,8 @@ from vllm.model_executor.models import llama
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_medusa import plugin
-from vllm_medusa.integration import drafting
+from vllm_medusa.config import MedusaConfigError
+from vllm_medusa.integration import checks, drafting
 from vllm_medusa.integration.v1.worker import MedusaCPUWorker
 from vllm_medusa.offline.engine import EngineRefused, Sampling, VllmEngine
 
@@ -157,7 +160,7 @@ MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_h
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba": ("Mamba", {"state_size": 8}, "recurrent state"),
     "jamba": ("Jamba", {"attn_layer_offset": 1, "attn_layer_period": 2}, "recurrent state"),
-    "mla": ("DeepseekV2", MLA, "MLA"),
+    "sparse mla": ("DeepseekV2", MLA | {"index_topk": 4}, "sparse MLA (index_topk)"),
     "chunks": ("Llama", {"attention_chunk_size": 64}, "in chunks of 64 tokens"),
 }
 
@@ -168,6 +171,20 @@ def test_models(tmp_path: Path, random_heads: str, name: str) -> None:
     model = save_config(tmp_path, architecture, **changes)
     message = refusal(model, medusa(random_heads, TREE))
     assert word in message and model in message
+
+
+def test_mla_on_cuda(tmp_path: Path, random_heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_config(tmp_path, "DeepseekV2", **MLA)
+    if not ON_V2:
+        monkeypatch.setattr(checks.compat, "on_cuda", lambda: True)
+    assert "only on CPUs, with vLLM's V1 model runner" in refusal(model, medusa(random_heads, TREE))
+
+
+def test_replicas_of_experts_with_mtp(tmp_path: Path) -> None:
+    target, config = save_random(tmp_path, GLM), mtp_config("chain")
+    args = EngineArgs(target, speculative_config=config, data_parallel_size=2)
+    with pytest.raises(MedusaConfigError, match="size is 2: replicas of a mixture of experts"):
+        args.create_engine_config()
 
 
 def test_a_layer_with_its_own_backend_starts_no_engine(

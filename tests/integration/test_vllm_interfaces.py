@@ -122,6 +122,10 @@ OVERRIDES = {
     "TreeMetadataBuilder": {"build"},
     "TreeAttentionBackend": {"get_impl_cls", "get_builder_cls"},
     "TreeAttentionImpl": {"__init__"},
+    "_TreeBuilder": {"build"},  # for MLA
+    "_TreeImpl": {"forward_mqa"},
+    "TreeMLABackend": {"get_impl_cls", "get_builder_cls"},
+    "TreeAMXMLABackend": {"get_impl_cls", "get_builder_cls"},
     "TreeSpeculator": {"__init__", "load_draft_model", "set_attn", "propose", "capture"},
     "EagleTreeDrafter": {"__init__", "load_model", "dummy_run"},  # on V1
     "TreeModelState": {

@@ -49,7 +49,12 @@ def run(case: Case, llm: LLM, plain: Any, every: int, some: slice = slice(None))
 
 
 def assert_chain_of_vllm(
-    case: Case, stock: dict[str, Any], ours: dict[str, Any], *, plant: bool = False
+    case: Case,
+    stock: dict[str, Any],
+    ours: dict[str, Any],
+    *,
+    plant: bool = False,
+    **options: Any,
 ) -> None:
     """Token for token, drafts included, in an all-greedy batch, with chains of 3.
 
@@ -59,6 +64,7 @@ def assert_chain_of_vllm(
         ours: Options with a chain.
         plant: Verify two future tokens and a wrong one instead of the drafts, for drafters that
             do not predict the outputs.
+        **options: Of both engines.
 
     """
     from vllm_medusa.integration.v1.eagle import EagleModelRunner
@@ -69,13 +75,13 @@ def assert_chain_of_vllm(
     after_sampling = chain | {"disable_padded_drafter_batch": True}  # drafts know the output
     with (
         _drafts_of(GPUModelRunner, future if plant else {}) as theirs,
-        engine(case.target, stock | after_sampling) as llm,
+        engine(case.target, stock | after_sampling, **options) as llm,
     ):
         expected = complete(llm, case.prompts, greedy(TOKENS))
     with (
         _drafts_of(EagleModelRunner, future if plant else {}) as mine,
         recorded_steps() as steps,
-        engine(case.target, ours | chain) as llm,
+        engine(case.target, ours | chain, **options) as llm,
     ):
         got = complete(llm, case.prompts, greedy(TOKENS))
     assert differing(expected, got) == []

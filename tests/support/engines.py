@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from support.metrics import added, assert_counted, counts, drafted_and_accepted, positions
 from support.uncompiled import use_uncompiled
 from vllm_medusa.integration.attention import forget_attention_backends
+from vllm_medusa.integration.cpu_attention import BACKENDS
 from vllm_medusa.integration.options import TreeSettings, has_trees
 
 Prompt = list[int]
@@ -51,7 +52,8 @@ def start(model: str, speculative_config: dict[str, Any] | None = None, **change
         "kv_cache_memory_bytes": 64 << 20,
     }
     if speculative_config is None:  # an engine with trees has registered its attention permanently
-        AttentionBackendEnum.CPU_ATTN.clear_override()
+        for name in BACKENDS:
+            AttentionBackendEnum[name].clear_override()
         forget_attention_backends()
     else:
         options["per_request_spec_decode_metrics"] = "detailed"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from support import mla
 from support.eagle import Eagle1, features_of
 from support.eagle_case import LEARNED, TOKENS, Case
 from support.engines import random_prompts
@@ -123,6 +125,7 @@ class Kind:
     prefix: str  # of the module's layer
     norms: tuple[str, ...]
     projection: str
+    tune: Callable[[Any], None] | None = None  # see `save_model`
 
 
 GLM = Kind(
@@ -140,6 +143,12 @@ GLM = Kind(
     f"model.layers.{LAYERS}.",
     tuple(f"model.layers.{LAYERS}.{name}" for name in ("enorm", "hnorm", "shared_head.norm")),
     f"model.layers.{LAYERS}.eh_proj",
+)
+DEEPSEEK = replace(
+    GLM,
+    architecture="DeepseekV3",
+    settings=mla.SHAPE | {"topk_method": "noaux_tc"},
+    tune=mla.soften,
 )
 ERNIE = Kind(
     "Ernie4_5_Moe",
@@ -164,6 +173,7 @@ def save_random(folder: Path, kind: Kind) -> str:
         kind.architecture,
         eos_token_id=list(STOPS),
         num_hidden_layers=LAYERS,
+        tune=kind.tune,
         **kind.settings,
     )
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)

@@ -28,7 +28,11 @@ def triton_attention_on_cpu() -> Iterator[None]:
     trust_integers()
     limits = launch.device_limits(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_attention, "REPLACES", "CPU_ATTN")
+        patch.setattr(
+            cuda_attention,
+            "BACKENDS",
+            {"CPU_ATTN": f"{cuda_attention.__name__}.TreeAttentionBackend"},
+        )
         for module in (attention, request_trees, cuda_warmup):
             patch.setattr(module, "platform_attention", lambda: cuda_attention)
         patch.setattr(launch, "device_limits", lambda device: limits._replace(num_sms=NUM_SMS))

@@ -12,8 +12,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 def platform_attention() -> Any:
     """The platform's module; a new platform needs a module with the same names.
 
-    ``REPLACES`` is the member of `AttentionBackendEnum` that `TreeAttentionBackend` replaces. While
-    the metadata of a step with trees is built, the attribute ``step`` of its builder is the
+    ``BACKENDS`` maps members of `AttentionBackendEnum` to the classes that replace them. While the
+    metadata of a step with trees is built, the attribute ``step`` of their builders is the
     `TreeStep`, else None. `compact_group` moves accepted paths in the KV cache. `warm_up`, on
     platforms that compile kernels, compiles them before the first request.
     """
@@ -28,9 +28,8 @@ def platform_attention() -> Any:
 
 def install_attention() -> None:
     """Register tree attention in place of vLLM's, for engines built later."""
-    module = platform_attention()
-    path = f"{module.__name__}.{module.TreeAttentionBackend.__name__}"
-    register_backend(AttentionBackendEnum[module.REPLACES], path)
+    for name, path in platform_attention().BACKENDS.items():
+        register_backend(AttentionBackendEnum[name], path)
     forget_attention_backends()
 
 

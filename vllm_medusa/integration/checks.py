@@ -80,9 +80,14 @@ def _unsupported(config: Any) -> Iterator[str]:
         )
     if config.ec_transfer_config is not None:
         yield "an encoder-cache connector (ec_transfer_config) is untested. Remove it."
-    if model.use_mla:
-        yield f"{model.model} uses MLA, whose latent KV cache tree attention does not support."
-    elif model.is_hybrid or model.is_attention_free or model.has_inner_state:
+    if model.use_mla and (compat.on_cuda() or is_for_v2(config.speculative_config)):
+        yield (
+            f"{model.model} uses MLA, whose latent KV cache tree attention supports only on CPUs, "
+            "with vLLM's V1 model runner. Omit method='medusa'."
+        )
+    if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
+        yield f"{model.model} uses sparse MLA (index_topk), which trees do not support."
+    if model.is_hybrid or model.is_attention_free or model.has_inner_state:
         yield (
             f"{model.model} keeps recurrent state (hybrid or state-space layers), which can't "
             "be rolled back to the accepted path."

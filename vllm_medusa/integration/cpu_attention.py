@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_medusa.kv.cpu import PackedCaches
+from vllm_medusa.kv.cpu import PackedCaches, TokenLayout
 from vllm_medusa.scorer.cpu import (
     AttentionPlan,
     kernel,
@@ -30,10 +30,15 @@ from vllm_medusa.scorer.cpu import (
     plan_trees,
     tree_attention,
 )
+from vllm_medusa.scorer.latent import LatentLayout
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.scorer.step import TreeStep
 
-REPLACES = "CPU_ATTN"
+BACKENDS = {
+    "CPU_ATTN": f"{__name__}.TreeAttentionBackend",
+    "CPU_MLA": "vllm_medusa.integration.cpu_mla.TreeMLABackend",
+    "AMX_MLA": "vllm_medusa.integration.cpu_mla.TreeAMXMLABackend",
+}
 
 
 # (layout of a layer's cache, its query heads, its window or None); layers of one shape share a plan
@@ -91,7 +96,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         starts = common.query_start_loc_cpu.numpy()
         plain, rows = None, None
         if not is_tree.all():
-            part, rows = _part(common, ~is_tree, starts)
+            part, rows = part_of(common, ~is_tree, starts)
             plain = super().build(common_prefix_len, part, fast_build)
         trees = torch.from_numpy(np.flatnonzero(is_tree))
         tree, table = step.tree, common.block_table_tensor
@@ -136,7 +141,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
                 del impl.forward
 
 
-def _part(
+def part_of(
     common: CommonAttentionMetadata, chosen: np.ndarray, starts: np.ndarray
 ) -> tuple[CommonAttentionMetadata, Tensor]:
     """The metadata of a subset of requests, and their token rows."""
@@ -154,6 +159,7 @@ def _part(
         num_actual_tokens=int(cu[-1]),
         max_query_len=int(lengths.max()),
         block_table_tensor=common.block_table_tensor[index],
+        seq_lens_cpu_upper_bound=common.seq_lens[index],
     )
     return part, torch.from_numpy(rows.astype(np.int64))
 
@@ -270,8 +276,11 @@ def compact_group(
     known: tuple[Tensor, int, PackedCaches] | None = first.impl.group_caches
     if known is None or known[0] is not first.kv_cache or known[1] != len(layer_names):
         group = [layers[name] for name in layer_names]
-        caches = PackedCaches(
-            (layer.kv_cache, CacheLayout.of(layer.kv_cache, layer.isa)) for layer in group
-        )
+        caches = PackedCaches((layer.kv_cache, _layout(layer)) for layer in group)
         known = first.impl.group_caches = (first.kv_cache, len(group), caches)
     known[2].compact(slots, path_nodes, num_accepted)
+
+
+def _layout(layer: Any) -> TokenLayout:
+    cache = layer.kv_cache
+    return LatentLayout.of(cache) if cache.dim() == 3 else CacheLayout.of(cache, layer.isa)

@@ -26,7 +26,7 @@ from vllm_medusa.kv.layers import LayerCaches, compact_layers
 from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import MAX_HEAD_SIZE, PagedBatch
 
-REPLACES = "TRITON_ATTN"
+BACKENDS = {"TRITON_ATTN": f"{__name__}.TreeAttentionBackend"}
 
 
 class TreeAttentionBackend(TritonAttentionBackend):

@@ -23,8 +23,8 @@ from vllm_medusa.integration import compat
 from vllm_medusa.integration.options import CreateConfig, TreeSettings, absolute, merged
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 
-# vLLM's MTP modules that were tested: one state per entry, attention with keys and values (no MLA)
-MTP_MODULES = ("MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel")
+# vLLM's MTP modules that were tested
+MTP_MODULES = ("MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "DeepSeekMTPModel")
 
 
 def config_of_eagle(
@@ -33,10 +33,6 @@ def config_of_eagle(
     """The options for EAGLE or MTP, and vLLM's own config for it; see `options.prepare`."""
     settings = merged(engine_args)
     method = settings.pop("method")
-    if engine_args.enable_lora:
-        raise MedusaConfigError(
-            "LoRA adapters have not been tested with trees of EAGLE or MTP. Omit one of them."
-        )
     config = GROWN_METHODS[method].from_speculative_config(settings)
     tree, beam = config.grown, beam_of(config.grown)
     revision = config.revision
@@ -58,9 +54,13 @@ def config_of_eagle(
     settings = {"method": method, "num_speculative_tokens": maximum}
     settings |= {} if config.model is None else {"model": config.model}  # None: the target
     if on_v2:  # full CUDA graphs for steps without drafts too, see `config_of_heads`
-        settings["num_speculative_tokens_per_batch_size"] = [(1, 1, maximum), (2, 2, 0)]
+        if parallel_config.data_parallel_size == 1:
+            settings["num_speculative_tokens_per_batch_size"] = [(1, 1, maximum), (2, 2, 0)]
     else:  # accepted tokens are known on the host before drafting
         settings["disable_padded_drafter_batch"] = True
+    backend = engine_args.attention_backend or engine_args.attention_config.backend
+    if backend is not None and model_config.use_mla:  # vLLM would choose the module's itself
+        settings["attention_backend"] = backend
     if revision is not None:
         settings["revision"] = revision
     speculative = create(settings)
@@ -181,10 +181,10 @@ def unsupported_by_eagle(config: Any) -> Iterator[str]:
     )
     beam = beam_of(TreeSettings.of(config).tree)
     scratch = scratch_of(beam)
-    if parallel.data_parallel_size > 1:
+    if parallel.data_parallel_size > 1 and model.is_moe:
         yield (
-            f"data_parallel_size is {parallel.data_parallel_size}; trees of EAGLE or MTP have not "
-            "been tested with replicas. Use 1."
+            f"data_parallel_size is {parallel.data_parallel_size}: replicas of a mixture of "
+            "experts run each forward pass together, but only some of them draft. Use 1."
         )
     if model.enable_prompt_embeds:
         yield "prompt embeddings have no token ids, which EAGLE and MTP read. Disable them."

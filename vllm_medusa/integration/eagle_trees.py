@@ -10,8 +10,9 @@ steps that do not draft are deferred and processed together (`PendingTokens`).
     slots    | exact, up to the token before x ............ | scratch: level 1 | level 2 | ...
     tokens     t1 t2 ... x (drawn last)                       k nodes            k nodes
 
-An MTP module differs in two ways: one state is both the input of its LM head and of its next step,
-and it computes logits itself (it may norm the state first). vLLM's module norms its inputs.
+An MTP module differs in two ways: one state is both the input of its LM head and of its next step
+(except DeepSeek's), and it computes logits itself (it may norm the state first). vLLM's module
+norms its inputs.
 
 The host knows only shapes and upper bounds. No host sync.
 """
@@ -253,7 +254,7 @@ class EagleTrees:
                 hidden_states=hidden,
                 inputs_embeds=None,
             )
-        return (states, states) if self.method == "mtp" else states
+        return states if isinstance(states, tuple) else (states, states)
 
     def _cache(self, rows: int) -> EagleCache | None:
         """The layer's cache for the kernel; None if it does not serve this many rows."""

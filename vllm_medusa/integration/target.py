@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -38,6 +38,17 @@ def heads_left_out() -> Iterator[None]:
 def adapted_heads(target: nn.Module) -> list[LogitsProcessorWithLoRA]:
     """The target's LM heads that adapters may modify; empty without LoRA."""
     return [layer for layer in target.modules() if isinstance(layer, LogitsProcessorWithLoRA)]
+
+
+def unwrap_adapted(drafter: nn.Module) -> None:
+    """Let a drafter use the layers that it shares with the target without adapters.
+
+    An adapted layer looks up the adapter of each row of a step, but a drafter has other rows.
+    """
+    for module in list(drafter.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, BaseLayerWithLoRA):
+                setattr(module, name, layer.base_layer)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm_medusa.integration.eagle import beam_of, check_captured_layers
 from vllm_medusa.integration.eagle_trees import EagleTrees, PendingTokens, Roots, accepted_paths
 from vllm_medusa.integration.options import TreeSettings
+from vllm_medusa.integration.target import unwrap_adapted
 from vllm_medusa.integration.v1.runner import MedusaModelRunner
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.step import TreeStep
@@ -38,6 +39,7 @@ class EagleTreeDrafter(EagleTrees, EagleProposer):
     def load_model(self, target_model: nn.Module) -> None:
         """Load the drafter, which may share the target's embedding and LM head."""
         super().load_model(target_model)
+        unwrap_adapted(self.model)
         self.prepare()
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:

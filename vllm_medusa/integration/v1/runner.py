@@ -17,7 +17,6 @@ from vllm.config import VllmConfig
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_medusa.integration.cpu_attention import TreeMetadataBuilder
 from vllm_medusa.integration.draft_messages import DraftMessage, tree_parents
 from vllm_medusa.integration.options import TreeSettings
 from vllm_medusa.integration.request_trees import RequestTrees, tree_drafts
@@ -128,7 +127,6 @@ class MedusaModelRunner(CPUModelRunner):
         step.slot_mappings = slot_mappings
         builders = [group.get_metadata_builder() for groups in self.attn_groups for group in groups]
         for builder in builders:
-            assert isinstance(builder, TreeMetadataBuilder)
             builder.step = step
         try:
             return super()._build_attention_metadata(*args, **kwargs)
