@@ -90,9 +90,9 @@ class _TreeBuilder(MLACommonMetadataBuilder):
         return self._metadata(common, plan, plain, part_rows[: plain.num_decode_tokens])
 
     def build_branches(
-        self, common: CommonAttentionMetadata, seen: Tensor, base: Tensor
+        self, common: CommonAttentionMetadata, seen: Tensor, base: Tensor, depths: Tensor
     ) -> MLACommonMetadata:
-        """One level of a drafter's trees: ``seen`` bool [B, queries, S], ``base`` int64 [B]."""
+        """See `cpu_attention.TreeMetadataBuilder`; there are no windows that need ``depths``."""
         starts = common.query_start_loc_cpu[:-1].tolist()
         table, size = common.block_table_tensor, self.kv_cache_spec.block_size
         return self._metadata(common, LatentPlan.of(starts, base.tolist(), list(seen), table, size))
