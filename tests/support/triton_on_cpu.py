@@ -41,9 +41,9 @@ def prepare() -> None:
 
     vLLM truncates to top-k and top-p in torch, and applies grammar masks in torch: the interpreter
     fails on its kernels (a loop variable that it expects to be a tensor is a Python int there).
-    Drafting and the walk also use torch, because our kernels would take three quarters of a step
-    here; that both give the same bits is tested in `tests/unit/*/test_kernel.py`, and
-    `rules_in_triton` enables them for whole engines.
+    The walk also uses torch, because our kernels would take much of a step here; that both give
+    the same bits is tested in `tests/unit/sampler/test_kernel.py`, and `rules_in_triton` enables
+    them for whole engines.
     """
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
@@ -73,13 +73,12 @@ def _apply_grammar_bitmask(
 
 
 def _rules_in_triton(wanted: bool) -> None:
-    for module in ("vllm_medusa.proposer.dispatch", "vllm_medusa.sampler.dispatch"):
-        importlib.import_module(module).uses_kernel = lambda device_type: wanted
+    importlib.import_module("vllm_medusa.sampler.dispatch").uses_kernel = lambda device: wanted
 
 
 @contextmanager
 def rules_in_triton() -> Iterator[None]:
-    """Engines started within the block draft and verify with this package's kernels."""
+    """Engines started within the block verify with this package's kernels."""
     _rules_in_triton(True)
     try:
         yield

@@ -18,11 +18,9 @@ from vllm_medusa.integration import compat, sharding
 from vllm_medusa.integration.options import TreeSettings
 from vllm_medusa.integration.target import adapted_heads, adapters_left_out, store_target_rows
 from vllm_medusa.noise import LevelNoise, Noise, Stream
-from vllm_medusa.proposer.build import build_tree, fill_tree
+from vllm_medusa.proposer.build import build_tree, fill_tree, source_on, tensors_on
 from vllm_medusa.proposer.choices import Choices, read_choices, read_choices_sharded
-from vllm_medusa.proposer.dispatch import propose
 from vllm_medusa.proposer.hydra import HydraBeam
-from vllm_medusa.proposer.propose_tree import source_on, tensors_on
 from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.proposer.steps import Embed, HydraStep, MedusaStep, Stages
 from vllm_medusa.tree import TokenTree
@@ -194,12 +192,8 @@ class MedusaDrafter:
             )
         if self.tree is None:
             return build_tree(step, self._source, root, num_nodes, max_depth, limit)
-        if isinstance(step, HydraStep):
-            assert isinstance(self.options.tree, TokenTree)
-            return DraftTrees.static(self.tree, fill_tree(step, self.options.tree, root))
-        scores, mapped = step.scores(self.tree.max_depth), self.heads.token_map
-        tokens = propose(scores, self.tree, mapped, self._shard, sharding.all_gather)
-        return DraftTrees.static(self.tree, tokens)
+        assert isinstance(self.options.tree, TokenTree)
+        return fill_tree(step, self.options.tree, root)
 
     propose = draft  # vLLM requires the name of custom proposers; the runner calls `draft`
 
@@ -248,8 +242,8 @@ class MedusaDrafter:
         return HydraBeam(heads, embedding, self._sharpness, self._soft_cap, exact=exact)
 
     def _stages_of(self, heads: MedusaHeads) -> Stages | None:
-        """The criterion by which packed heads skip deep heads."""
-        if not isinstance(self.heads, PackedHeads):
+        """The criterion by which packed heads skip deep heads; a static tree uses all."""
+        if not isinstance(self.heads, PackedHeads) or self.tree is not None:
             return None
         rows = heads.draft_vocab_size // sharding.num_ranks()
         own, again = self.heads.own_weights, heads.hidden_size * rows

@@ -38,8 +38,8 @@ class Drafter(Protocol):
     """A drafter: Medusa or Hydra heads, an EAGLE drafter, or an MTP module.
 
     To add heads that read only the target's hidden state, add a branch to
-    `drafting.MedusaDrafter`, `proposer.propose_tree` and `options._dynamic`, and a step class in
-    `proposer.steps`. For a drafter with its own KV cache, like `eagle_trees.EagleTrees`, see
+    `drafting.MedusaDrafter`, `proposer.steps.propose_tree` and `options._dynamic`, and a step class
+    in `proposer.steps`. For a drafter with its own KV cache, like `eagle_trees.EagleTrees`, see
     CONTRIBUTING.md.
     """
 

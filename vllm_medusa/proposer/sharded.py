@@ -22,9 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_medusa.proposer import check_fits, place
 from vllm_medusa.proposer.topk import ranked, stable_topk
-from vllm_medusa.tree.batch import TreeTensors
 
 NO_CANDIDATE = torch.iinfo(torch.int64).min
 
@@ -80,22 +78,3 @@ def logit_values(keys: Tensor) -> Tensor:
     order = (keys + token_ids(keys)) >> 32  # int64 [...], from the int32 order
     bits = order ^ ((order >> 31) & 0x7FFFFFFF)
     return bits.to(torch.int32).view(torch.float32)
-
-
-def propose_sharded(
-    logits: Tensor,
-    tree: TreeTensors,
-    shard: VocabShard,
-    all_gather: AllGather,
-    token_map: Tensor | None = None,
-) -> Tensor:
-    """Fill the tree from a rank's logits [B, >= max_depth, V_shard]: int64 [B, N].
-
-    Equal on every rank to `propose` with the logits of all ranks concatenated. ``token_map``, whole
-    on every rank, maps draft ids to target ids. No host sync other than in ``all_gather``.
-
-    Raises ValueError if the tree is deeper than there are heads or wider than the vocabulary.
-    """
-    width = check_fits(tree, logits.shape[1], shard.vocab_size)
-    keys = local_topk(logits[:, : tree.max_depth], width, shard)  # [B, D, width]
-    return place(token_ids(merge_topk(all_gather(keys), width)), tree, token_map)

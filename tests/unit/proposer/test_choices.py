@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from vllm_medusa.proposer import stable_topk
 from vllm_medusa.proposer.build import build_tree
 from vllm_medusa.proposer.choices import (
     read_choices,
@@ -11,6 +10,7 @@ from vllm_medusa.proposer.choices import (
     read_choices_sharded,
 )
 from vllm_medusa.proposer.sharded import VocabShard
+from vllm_medusa.proposer.topk import stable_topk
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.dynamic import widest_pool
 
