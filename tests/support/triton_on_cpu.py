@@ -18,6 +18,7 @@ from typing import Any
 
 from support.interpreter import speed_up, trust_integers
 
+_kernels: dict[str, Any] = {}  # of the rules, which `prepare` replaces
 BACKEND = str(Path(__file__).with_name("triton_backend"))
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -52,7 +53,7 @@ def prepare() -> None:
     trust_integers()
     topk_topp_sampler.HAS_TRITON = False
     StructuredOutputsWorker.apply_grammar_bitmask = _apply_grammar_bitmask
-    _rules_in_triton(False)
+    _kernels.update(_rules_in_torch())
     timing = importlib.import_module("vllm_medusa.integration.startup_timing")
     timing.SECONDS = 1.0  # steps take a second
 
@@ -72,15 +73,24 @@ def _apply_grammar_bitmask(
             logits[row, torch.from_numpy(bits[: logits.shape[1]] == 0)] = -torch.inf
 
 
-def _rules_in_triton(wanted: bool) -> None:
-    importlib.import_module("vllm_medusa.sampler.dispatch").uses_kernel = lambda device: wanted
+def _rules_in_torch() -> dict[str, Any]:
+    """Replace the rules' kernels; returns them."""
+    from support.in_torch import typical_path_torch
+    from vllm_medusa.sampler import greedy_verdict, launch
+
+    kernels = {name: getattr(launch, name) for name in ("target_verdict", "typical_path")}
+    launch.target_verdict, launch.typical_path = greedy_verdict, typical_path_torch
+    return kernels
 
 
 @contextmanager
 def rules_in_triton() -> Iterator[None]:
     """Engines started within the block verify with this package's kernels."""
-    _rules_in_triton(True)
+    from vllm_medusa.sampler import launch
+
+    for name, kernel in _kernels.items():
+        setattr(launch, name, kernel)
     try:
         yield
     finally:
-        _rules_in_triton(False)
+        _rules_in_torch()

@@ -68,7 +68,7 @@ class PackedCaches:
             )  # fmt: skip
 
     def compact(self, slots: Tensor, path_nodes: Tensor, num_accepted: Tensor) -> None:
-        """Move every accepted node's KV to the slot of its depth; see `layers.compact_layers`."""
+        """Move every accepted node's KV to the slot of its depth; see `kernel.compact_layers`."""
         slots, path_nodes = slots.to(torch.int64).contiguous(), path_nodes.contiguous()
         num_accepted = num_accepted.contiguous()
         moves = _Moves(

@@ -29,7 +29,11 @@ _WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, t
 def compact_layers(
     layers: LayerCaches, slots: Tensor, path_nodes: Tensor, num_accepted: Tensor
 ) -> None:
-    """Move every accepted node's KV to the slot of its depth: `layers.compact_layers`."""
+    """Move every accepted node's KV to the slot of its depth, in all layers.
+
+    ``slots`` is int64 [B, N], distinct where they are read or written; ``path_nodes`` int64
+    [B, D + 1] and ``num_accepted`` int64 [B] come from a `Path`. No host sync.
+    """
     batch, columns = path_nodes.shape
     assert slots.shape[0] == num_accepted.shape[0] == batch and num_accepted.is_contiguous()
     (far, far_stride), (near, near_stride) = layers.outer

@@ -21,9 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_medusa.kernels import uses_kernel
-from vllm_medusa.kv.compaction import accepted_moves, copy_slots
-
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -86,31 +83,6 @@ class LayerCaches:
             outer=((outer[0][0], words(outer[0][1])), (outer[1][0], words(outer[1][1]))),
             run=words(run),
         )
-
-
-def compact_layers(
-    layers: LayerCaches, slots: Tensor, path_nodes: Tensor, num_accepted: Tensor
-) -> None:
-    """Move every accepted node's KV to the slot of its depth, in all layers.
-
-    ``slots`` is int64 [B, N], distinct where they are read or written; ``path_nodes`` int64
-    [B, D + 1] and ``num_accepted`` int64 [B] come from a `Path`. No host sync.
-    """
-    if not uses_kernel(slots.device.type):
-        compact_layers_torch(layers, slots, path_nodes, num_accepted)
-        return
-    from vllm_medusa.kv import kernel
-
-    kernel.compact_layers(layers, slots, path_nodes, num_accepted)
-
-
-def compact_layers_torch(
-    layers: LayerCaches, slots: Tensor, path_nodes: Tensor, num_accepted: Tensor
-) -> None:
-    """`compact_layers` in plain torch."""
-    src, dst = accepted_moves(slots, path_nodes, num_accepted)
-    for cache in layers.caches:
-        copy_slots(cache, src, dst, layers.slot_dims)
 
 
 def _runs(dims: Sequence[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:

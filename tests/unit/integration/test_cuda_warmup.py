@@ -27,8 +27,7 @@ from vllm_medusa.integration.v2.speculator import TreeSpeculator
 from vllm_medusa.kv import kernel as kv
 from vllm_medusa.kv.layers import LayerCaches
 from vllm_medusa.lookup import search as lookup
-from vllm_medusa.sampler import dispatch as sampler
-from vllm_medusa.scorer import dispatch as scorer
+from vllm_medusa.sampler import launch as sampler
 from vllm_medusa.scorer import launch
 from vllm_medusa.scorer.paged import TreeBuffers
 from vllm_medusa.tree import TokenTree
@@ -55,8 +54,7 @@ STEPS = [  # (rows, context) of requests, nodes of each
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    for module in (scorer, sampler, cuda_metadata):
-        monkeypatch.setattr(module, "uses_kernel", lambda device_type: True)
+    monkeypatch.setattr(cuda_metadata, "uses_kernel", lambda device_type: True)
     limits = launch.DeviceLimits(132, 227 * 1024, async_mma=True)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
     cuda_metadata._splits.cache_clear()
