@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.model import Target, views
-from vllm_medusa.kv.layers import LayerCaches
+from vllm_medusa.kv.kernel import LayerCaches
 from vllm_medusa.proposer.build import of_pool
 from vllm_medusa.proposer.choices import read_choices
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace

@@ -18,7 +18,7 @@ from vllm.model_executor.models import llama
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_medusa import plugin
-from vllm_medusa.integration import drafting
+from vllm_medusa.integration import medusa_drafter
 from vllm_medusa.integration.v1.worker import MedusaCPUWorker
 from vllm_medusa.offline.engine import EngineRefused, Sampling, VllmEngine
 
@@ -46,7 +46,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, call)
 
     spy(DefaultModelLoader, "load_model")
-    spy(drafting, "load_heads")
+    spy(medusa_drafter, "load_heads")
     return calls
 
 

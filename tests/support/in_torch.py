@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.kv import accepted_moves, copy_slots
-from vllm_medusa.kv.layers import LayerCaches
+from vllm_medusa.kv.kernel import LayerCaches
 from vllm_medusa.sampler import Path, typical
 from vllm_medusa.scorer.paged import FP8_DTYPES, PagedBatch
 from vllm_medusa.tree.ancestors import unpack_ancestors

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from vllm_medusa.kernels import CPU_DTYPES, cpu_library, uses_kernel
 from vllm_medusa.noise import LevelNoise
-from vllm_medusa.proposer.sharded import (
+from vllm_medusa.proposer.topk import (
     AllGather,
     VocabShard,
     local_topk,
     logit_values,
     merge_topk,
+    stable_topk,
     token_ids,
 )
-from vllm_medusa.proposer.topk import stable_topk
 from vllm_medusa.tree.draft_trees import IMPOSSIBLE
 
 MAX_WIDTH = 64  # max choices of the CPU kernel

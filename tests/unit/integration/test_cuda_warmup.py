@@ -25,7 +25,7 @@ from vllm_medusa.integration.request_trees import RequestTrees
 from vllm_medusa.integration.v2.cuda_warmup import warm_up_rules
 from vllm_medusa.integration.v2.speculator import TreeSpeculator
 from vllm_medusa.kv import kernel as kv
-from vllm_medusa.kv.layers import LayerCaches
+from vllm_medusa.kv.kernel import LayerCaches
 from vllm_medusa.lookup import search as lookup
 from vllm_medusa.sampler import launch as sampler
 from vllm_medusa.scorer import launch

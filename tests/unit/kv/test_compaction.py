@@ -8,7 +8,7 @@ from support.attention import gather_tokens
 
 from vllm_medusa.kv import accepted_moves, copy_slots
 from vllm_medusa.kv.cpu import PackedCaches
-from vllm_medusa.kv.layers import LayerCaches
+from vllm_medusa.kv.kernel import LayerCaches
 from vllm_medusa.sampler import path_to_node
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.tree import TokenTree

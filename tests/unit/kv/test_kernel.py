@@ -12,7 +12,7 @@ from support.in_torch import compact_layers_torch
 from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
 from torch import Tensor
 
-from vllm_medusa.kv.layers import LayerCaches
+from vllm_medusa.kv.kernel import LayerCaches
 
 HEADS, SIZE = 3, 5  # channels: not a power of two
 # name -> shape in memory of (blocks, block size), the order of dims in the tensor, slot dims

@@ -9,8 +9,7 @@ from vllm_medusa.proposer.choices import (
     read_choices_in_torch,
     read_choices_sharded,
 )
-from vllm_medusa.proposer.sharded import VocabShard
-from vllm_medusa.proposer.topk import stable_topk
+from vllm_medusa.proposer.topk import VocabShard, stable_topk
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.dynamic import widest_pool
 

@@ -5,14 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_medusa.proposer.sharded import (
+from vllm_medusa.proposer.topk import (
     VocabShard,
     local_topk,
     logit_values,
     merge_topk,
+    stable_topk,
     token_ids,
 )
-from vllm_medusa.proposer.topk import stable_topk
 
 NAN, INF = float("nan"), float("inf")
 VALUES = [-INF, -2.5, -1.0, -1e-40, -0.0, 0.0, 1e-40, 1.0, 7.0, INF, NAN, -NAN]

@@ -21,8 +21,8 @@ from vllm_medusa.noise import LevelNoise, Noise, Stream
 from vllm_medusa.proposer.build import build_tree, fill_tree, source_on, tensors_on
 from vllm_medusa.proposer.choices import Choices, read_choices, read_choices_sharded
 from vllm_medusa.proposer.hydra import HydraBeam
-from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.proposer.steps import Embed, HydraStep, MedusaStep, Stages
+from vllm_medusa.proposer.topk import VocabShard
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.draft_trees import DraftTrees
@@ -163,7 +163,7 @@ class MedusaDrafter:
         min_survival: float | None = None,
         stream: Stream | None = None,
     ) -> DraftTrees:
-        """See `request_trees.Drafter`; a static tree is drafted whole."""
+        """See `drafter.Drafter`; a static tree is drafted whole."""
         noise = None if stream is None else Noise(stream, self._scored)
         if self.beam is not None:
             assert isinstance(self._source, Beam)
@@ -186,7 +186,7 @@ class MedusaDrafter:
                 self._sharpness,
                 self._read,
                 noise,
-                None if min_survival is None else self.stages,
+                None if min_survival is None or self.tree is not None else self.stages,
                 max_depth,
                 min_survival or 0.0,
             )
@@ -242,8 +242,8 @@ class MedusaDrafter:
         return HydraBeam(heads, embedding, self._sharpness, self._soft_cap, exact=exact)
 
     def _stages_of(self, heads: MedusaHeads) -> Stages | None:
-        """The criterion by which packed heads skip deep heads; a static tree uses all."""
-        if not isinstance(self.heads, PackedHeads) or self.tree is not None:
+        """The criterion by which packed heads skip deep heads."""
+        if not isinstance(self.heads, PackedHeads):
             return None
         rows = heads.draft_vocab_size // sharding.num_ranks()
         own, again = self.heads.own_weights, heads.hidden_size * rows
