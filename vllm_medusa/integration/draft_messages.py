@@ -65,6 +65,6 @@ def tree_parents(scheduler_output: SchedulerOutput) -> Mapping[str, list[int]]:
     return getattr(scheduler_output, "tree_parents", {})
 
 
-def survival_of(log_survival: npt.NDArray[np.float32]) -> list[list[float]]:
-    """Each request's survivals above 0, from log-survivals [B, K]; they are a prefix."""
-    return [np.exp(row[np.isfinite(row)]).tolist() for row in log_survival]
+def survival_of(log_survival: npt.NDArray[np.float32]) -> list[float]:
+    """A request's survivals above 0, from log-survivals [K]; they are a prefix."""
+    return np.exp(log_survival[np.isfinite(log_survival)]).tolist()

@@ -28,8 +28,7 @@ from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.search import Array
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.cpu import topologies, write_positions
-from vllm_medusa.scorer.positions import write_node_positions
-from vllm_medusa.scorer.step import TreeStep
+from vllm_medusa.scorer.step import TreeStep, write_node_positions
 from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.draft_trees import DraftTrees
 

@@ -418,8 +418,7 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         names, log_survival = received
         copies = getattr(model_runner_output, "tree_copies", None)
         for place, name in enumerate(names):
-            (values,) = survival_of(log_survival[place : place + 1])
-            self._take_worth(name, values, copies, place)
+            self._take_worth(name, survival_of(log_survival[place]), copies, place)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _take_worth(self, req_id: str, values: list[float], copies: Any, place: int) -> None:
@@ -444,7 +443,9 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
             if request.is_prefill_chunk:
                 continue
             if self.policy is not None:
-                request.spec_token_ids = [-1] * (count if _may_use_drafts(request) else 0)
+                # otherwise the next step gives it at most one token
+                useful = request.max_tokens - request.num_output_tokens > 2
+                request.spec_token_ids = [-1] * (count if useful else 0)
             if (own := max_draft_tokens(request)) is not None:
                 request.spec_token_ids = request.spec_token_ids[:own]
             self._report.chosen += len(request.spec_token_ids)
@@ -500,8 +501,3 @@ def _accepted_copies(draft: Draft, nodes: int, accepted: list[int]) -> list[int]
 def max_draft_tokens(request: Request) -> int | None:
     """The request's own limit of draft nodes per step; None: no limit."""
     return getattr(request, "max_draft_tokens", None)
-
-
-def _may_use_drafts(request: Request) -> bool:
-    """Whether the step after the one just scheduled may give it more than one token."""
-    return request.max_tokens - request.num_output_tokens > 2
