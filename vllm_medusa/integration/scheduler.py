@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -35,7 +36,7 @@ from vllm_medusa.budget.policy import AutoBudget, FixedBudget
 from vllm_medusa.budget.store import CostStore
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.clock import PipelinedClock, Step, StepClock
-from vllm_medusa.integration.draft_messages import Draft, survival_of
+from vllm_medusa.integration.draft_messages import Draft
 from vllm_medusa.integration.grammar_drafts import GrammarDrafts
 from vllm_medusa.integration.metrics import StepReport
 from vllm_medusa.integration.options import TreeSettings, absolute
@@ -418,19 +419,16 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         names, log_survival = received
         copies = getattr(model_runner_output, "tree_copies", None)
         for place, name in enumerate(names):
-            self._take_worth(name, survival_of(log_survival[place]), copies, place)
+            request, row = self.requests.get(name), log_survival[place]
+            if request is None:
+                continue
+            draft = self.pending[name] = self._draft_of(name) or Draft([], request=request)
+            draft.survival = np.exp(row[np.isfinite(row)]).tolist()  # of a prefix
+            draft.limit = self._limit_of_last
+            if copies is not None:
+                tokens, sources = (part[place, : len(draft.survival)].tolist() for part in copies)
+                draft.token_ids, draft.copied = tokens, sources
         return super().update_from_output(scheduler_output, model_runner_output)
-
-    def _take_worth(self, req_id: str, values: list[float], copies: Any, place: int) -> None:
-        request = self.requests.get(req_id)
-        if request is None:
-            return
-        draft = self.pending[req_id] = self._draft_of(req_id) or Draft([], request=request)
-        draft.survival, draft.limit = values, self._limit_of_last
-        if copies is not None:
-            tokens, sources = copies[0][place], copies[1][place]
-            draft.token_ids = tokens[: len(values)].tolist()
-            draft.copied = sources[: len(values)].tolist()
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)

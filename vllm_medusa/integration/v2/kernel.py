@@ -27,9 +27,14 @@ class HashedNoise:
     temperature: Tensor  # fp32 [B]
 
     def gumbel(self, first: int, stop: int, token_ids: Tensor) -> Tensor:
-        """See `noise.Stream`."""
-        where = self.seeds, self.slots, self.positions, self.temperature
-        return gumbel_noise(*where, first, stop, token_ids)
+        """See `noise.Stream`; zeros at temperature 0."""
+        given = token_ids, self.seeds, self.slots, self.positions, self.temperature
+        batch, levels, count = len(self.slots), stop - first, len(token_ids)
+        found = torch.empty((batch, levels, count), device=token_ids.device)
+        _gumbel_kernel[(batch, levels, triton.cdiv(count, _BLOCK))](
+            found, *(each.contiguous() for each in given), first, count, BLOCK=_BLOCK
+        )
+        return found
 
 
 def persistent_draws(sampler: Sampler, requests: RequestOptions, slots: np.ndarray) -> np.ndarray:
@@ -45,25 +50,6 @@ def persistent_draws(sampler: Sampler, requests: RequestOptions, slots: np.ndarr
     if sampler.use_flashinfer or sampler.use_xpu_sampler:
         temperature = temperature * sampler.sampling_states.seeds_set[slots]
     return temperature
-
-
-def gumbel_noise(
-    seeds: Tensor,  # int64 [slots]
-    slots: Tensor,  # integer [B]
-    positions: Tensor,  # integer [B], of the requests' last tokens
-    temperature: Tensor,  # fp32 [B]; 0: zeros
-    first: int,
-    stop: int,
-    token_ids: Tensor,  # int64 [V]
-) -> Tensor:
-    """Noise of the tokens at levels ``first`` to ``stop`` - 1: fp32 [B, levels, V]."""
-    batch, count = len(slots), len(token_ids)
-    rows = [each.contiguous() for each in (token_ids, seeds, slots, positions, temperature)]
-    found = torch.empty((batch, stop - first, count), device=token_ids.device)
-    _gumbel_kernel[(batch, stop - first, triton.cdiv(count, _BLOCK))](
-        found, *rows, first, count, BLOCK=_BLOCK
-    )
-    return found
 
 
 @triton.jit(do_not_specialize=["first", "count"])
