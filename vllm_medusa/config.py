@@ -40,6 +40,11 @@ class _Options(BaseModel):
             raise MedusaConfigError(_explained(type(self), error)) from None
 
 
+def _share(default: float) -> Any:
+    said = f"a number above 0 and at most 1 (default {default}); lower accepts more"
+    return Field(default=default, gt=0, le=1, description=said)
+
+
 class AcceptanceConfig(_Options):
     """When a drafted token is accepted.
 
@@ -54,18 +59,8 @@ class AcceptanceConfig(_Options):
     mode: Literal["lossless", "typical"] = Field(
         default="lossless", description='"lossless" or "typical"'
     )
-    epsilon: float = Field(
-        default=0.09,
-        gt=0,
-        le=1,
-        description="a number above 0 and at most 1 (default 0.09); lower accepts more",
-    )
-    delta: float = Field(
-        default=0.3,
-        gt=0,
-        le=1,
-        description="a number above 0 and at most 1 (default 0.3); lower accepts more",
-    )
+    epsilon: float = _share(0.09)
+    delta: float = _share(0.3)
     greedy_root: bool = Field(default=False, description="true or false")
 
     @model_validator(mode="after")

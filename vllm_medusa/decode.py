@@ -19,7 +19,7 @@ from vllm_medusa import kv, sampler
 from vllm_medusa.config import AcceptanceConfig
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.noise import next_seeds, splitmix_gumbel
-from vllm_medusa.proposer.propose_tree import propose_tree
+from vllm_medusa.proposer.steps import propose_tree
 from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.tree.topology import TokenTree

@@ -51,6 +51,18 @@ def cpu_library() -> Any:
         ) from error
 
 
+def cpu_function(name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
+    """A C++ kernel of these ctypes types; the first call compiles all kernels."""
+
+    @functools.cache
+    def found() -> Any:
+        function = getattr(cpu_library(), name)
+        function.argtypes, function.restype = arguments, result
+        return function
+
+    return lambda *given: found()(*given)
+
+
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compile` for functions of wide rows; the number of rows may vary.
 

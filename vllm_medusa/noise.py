@@ -19,8 +19,6 @@ is masked, in 46.1 % without noise (simulated).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,12 +26,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vllm_medusa.kernels import cpu_library
+from vllm_medusa.kernels import cpu_function
 
 SCALE, WEIGHT = 0.7, 0.75
 
 _MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # SplitMix64 (Steele et al. 2014)
 _GAMMA = 0x9E3779B97F4A7C15
+_gumbel_noise = cpu_function("gumbel_noise", c_void_p, c_int64, c_void_p, c_int64, c_void_p)
 
 
 class Stream(Protocol):
@@ -64,7 +63,7 @@ class Seeds:
         seeds, ids = self.seeds[:, first:stop].contiguous(), token_ids.contiguous()
         found = torch.empty((*seeds.shape, len(ids)))
         where = ids.data_ptr(), len(ids), found.data_ptr()
-        _kernel()(seeds.data_ptr(), seeds.numel(), *where)
+        _gumbel_noise(seeds.data_ptr(), seeds.numel(), *where)
         return found
 
 
@@ -132,11 +131,3 @@ def _shift_right(word: Tensor, count: int) -> Tensor:
 
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
-
-
-@functools.cache
-def _kernel() -> Callable[..., None]:
-    function = cpu_library().gumbel_noise
-    function.argtypes = c_void_p, c_int64, c_void_p, c_int64, c_void_p
-    function.restype = None
-    return function  # type: ignore[no-any-return]

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.model import Target, views
-from vllm_medusa.kv.layers import LayerCaches
+from vllm_medusa.kv.kernel import LayerCaches
+from vllm_medusa.proposer.build import of_pool
+from vllm_medusa.proposer.choices import read_choices
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.presets import load_preset
@@ -210,10 +212,9 @@ class Decoder:
 
     def _draft(self, hidden: Tensor, out: Tensor) -> None:
         """Fill trees, int64 [B, N], from hidden states [B, H]."""
-        from vllm_medusa.proposer.kernel import propose
-
         assert self.head_logits is not None, "a tree needs heads"
-        propose(self.head_logits(hidden), self.tree, out=out)
+        logits = self.head_logits(hidden)[:, : self.tree.max_depth]
+        out.copy_(of_pool(read_choices(logits, self.tree.width), self.tree).token_ids)
 
     def attention(self, qkv: Tensor) -> None:
         """Only every layer's attention, for timing."""

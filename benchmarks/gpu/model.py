@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_medusa.scorer.dispatch import paged_tree_attention
+from vllm_medusa.scorer.launch import paged_tree_attention
 from vllm_medusa.scorer.paged import PagedBatch
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,31 +36,17 @@ def plain(chaotic_llama: str) -> Any:
 @pytest.fixture(scope="session")
 def own_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Four random heads with their own LM heads."""
-    return _save(tmp_path_factory.mktemp("own_heads"))
+    from support.models import save_random_heads
+
+    return save_random_heads(tmp_path_factory.mktemp("own_heads"), std=0.1, num_lm_heads=4)
 
 
 @pytest.fixture(scope="session")
 def mapped_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Four random heads that score 300 scattered tokens with the target's LM head."""
     import torch
-    from support.models import VOCAB
+    from support.models import VOCAB, save_random_heads
 
     some = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))[:300]
     folder = tmp_path_factory.mktemp("mapped_heads")
-    return _save(folder, num_lm_heads=0, token_map=some)
-
-
-def _save(folder: Path, **options: Any) -> str:
-    import torch
-    from support.models import HIDDEN, VOCAB
-
-    from vllm_medusa.heads.checkpoint import save_heads
-    from vllm_medusa.heads.model import MedusaHeads
-
-    torch.manual_seed(3)
-    heads = MedusaHeads(4, 1, HIDDEN, VOCAB, **options)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.normal_(std=0.1)
-    save_heads(folder, heads)
-    return str(folder)
+    return save_random_heads(folder, std=0.1, token_map=some)

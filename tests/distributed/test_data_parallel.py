@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.eagle import Eagle1
-from support.engine_process import answers, batch, engine_process
+from support.engine_process import ENGINE, answers, batch, engine_process
 from support.engines import Completion, medusa
 from support.plain import COMMON, Plain
 from support.reference import differing
@@ -35,12 +35,7 @@ def test_two_replicas(
             "model": chaotic_llama,
             "speculative_config": config,
             "data_parallel_size": 2,
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 1024,
-            "max_num_seqs": 32,
-            "kv_cache_memory_bytes": 64 << 20,
+            **ENGINE,
         },
         "batches": [
             batch(plain.greedy.prompts[:COUNT], [{"temperature": 0.0, **COMMON}] * COUNT),

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.engine_process import answers, batch, engine_process, of_session, wait_for
+from support.engine_process import ENGINE, answers, batch, engine_process, of_session, wait_for
 from support.engines import Completion, engine, medusa
 from support.plain import (
     COMMON,
@@ -74,12 +74,7 @@ def started(
             "tensor_parallel_size": 2,
             "distributed_executor_backend": executor,
             "worker_cls": WORKER,
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 1024,
-            "max_num_seqs": 32,
-            "kv_cache_memory_bytes": 64 << 20,
+            **ENGINE,
         },
         "batches": [
             batch(

@@ -29,7 +29,7 @@ from support.plain import (
 )
 from support.ranks import WORKER
 from support.reference import assert_chaotic, differing
-from support.runner import sized
+from support.runner import ON_V2, sized
 from vllm import LLM, SamplingParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -52,7 +52,9 @@ def one_rank(plain: Plain, chaotic_llama: str, random_heads: str) -> dict[str, R
 
 
 @pytest.fixture(scope="module")
-def llm(one_rank: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
+def llm(request: pytest.FixtureRequest, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
+    if not ON_V2:  # only one engine can exist at a time
+        request.getfixturevalue("one_rank")
     config = medusa(random_heads, TREE)
     with engine(chaotic_llama, config, worker_cls=WORKER, tensor_parallel_size=2) as llm:
         yield llm

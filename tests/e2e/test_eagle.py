@@ -12,14 +12,20 @@ import pytest
 import torch
 from support.eagle import Eagle1
 from support.eagle_case import LAYERS, Case, eagle_config
-from support.eagle_runs import LONG, PARAMS, assert_chain_of_vllm, run
+from support.eagle_runs import (
+    LONG,
+    PARAMS,
+    assert_chain_of_vllm,
+    exact_in_mixed_steps,
+    mixed_steps,
+    run,
+)
 from support.eagle_steps import assert_dense, recorded_trees, torch_only
 from support.engines import complete, engine, greedy, metric
 from support.models import VOCAB
 from support.planted import planted
 from support.planted_copies import PlantedCopies
 from support.reference import differing
-from support.runner import sized
 from support.spies import recorded_steps, tree_rows
 from vllm import LLM
 
@@ -86,29 +92,14 @@ def test_shared_noise_changes_no_token(case: Case, plain: Any, monkeypatch: Patc
 
 @pytest.fixture(scope="module")
 def llm(case: Case, plain: Any) -> Iterator[LLM]:
-    """Few blocks of 32, steps of 96 tokens: chunked prefill, preempted requests.
-
-    With lookup, which finds nothing to copy in chaotic texts.
-    """
+    """With lookup, which finds nothing to copy in chaotic texts."""
     tree = eagle_config(case, {"width": 3, "depth": DEPTH}, budget=12, lookup=True)
-    with engine(
-        case.target,
-        tree,
-        block_size=BLOCK,
-        num_gpu_blocks_override=sized(40, 20),
-        max_model_len=512,
-        max_num_batched_tokens=96,
-        enable_prefix_caching=True,
-    ) as llm:
+    with mixed_steps(case, tree) as llm:
         yield llm
 
 
 def test_exact_in_mixed_steps(case: Case, llm: LLM, plain: Any) -> None:
-    """Most prompt tokens are in the prefix cache, with the drafter's entries."""
-    preempted, hits = metric(llm, "num_preemptions"), metric(llm, "prefix_cache_hits")
-    assert run(case, llm, plain, every=sized(5, 3)) > 50
-    assert metric(llm, "num_preemptions") > preempted
-    assert metric(llm, "prefix_cache_hits") > hits
+    exact_in_mixed_steps(case, llm, plain)
 
 
 def drafting_every_fifth_step(patch: Patch) -> list[int]:

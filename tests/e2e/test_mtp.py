@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 import torch
 from support.eagle_case import TOKENS, Case
-from support.eagle_runs import LONG, PARAMS, assert_chain_of_vllm, run
-from support.engines import complete, engine, greedy, metric, random_prompts
+from support.eagle_runs import (
+    LONG,
+    PARAMS,
+    assert_chain_of_vllm,
+    exact_in_mixed_steps,
+    mixed_steps,
+    run,
+)
+from support.engines import complete, engine, greedy, random_prompts
 from support.models import VOCAB
 from support.mtp import ERNIE, GLM, Kind, make_case, mtp_config, save_random
 from support.planted import planted
-from support.runner import sized
 from support.spies import mean_accepted, recorded_steps
 from vllm import LLM
 from vllm.model_executor.models.mimo_mtp import MiMoMultiTokenPredictorLayer
@@ -58,25 +64,12 @@ def plain(case: Case) -> Any:
 
 @pytest.fixture(scope="module")
 def llm(case: Case, plain: Any) -> Iterator[LLM]:
-    """Few blocks of 32, steps of 96 tokens: chunked prefill, preempted requests."""
-    with engine(
-        case.target,
-        mtp_config({"width": 3, "depth": 4}, budget=12),
-        block_size=32,
-        num_gpu_blocks_override=sized(40, 20),
-        max_model_len=512,
-        max_num_batched_tokens=96,
-        enable_prefix_caching=True,
-    ) as llm:
+    with mixed_steps(case, mtp_config({"width": 3, "depth": 4}, budget=12)) as llm:
         yield llm
 
 
 def test_exact_in_mixed_steps(case: Case, llm: LLM, plain: Any) -> None:
-    """Greedy and seeded requests; the module's entries are also in the prefix cache."""
-    preempted, hits = metric(llm, "num_preemptions"), metric(llm, "prefix_cache_hits")
-    assert run(case, llm, plain, every=sized(5, 3)) > 50
-    assert metric(llm, "num_preemptions") > preempted
-    assert metric(llm, "prefix_cache_hits") > hits
+    exact_in_mixed_steps(case, llm, plain)
 
 
 def norm_left_out(patch: Patch) -> None:

@@ -71,7 +71,7 @@ def test_other_noise_loses_the_gain_and_no_token(
     """Negative controls: the next position's noise, and another request's."""
     kind: Any = Seeds
     if ON_V2:
-        from vllm_medusa.integration.v2.noise import HashedNoise as kind
+        from vllm_medusa.integration.v2.kernel import HashedNoise as kind
     gumbel = kind.gumbel
 
     def moved(self: Any, *args: Any) -> Any:

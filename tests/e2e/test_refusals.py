@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_medusa import plugin
 from vllm_medusa.config import MedusaConfigError
-from vllm_medusa.integration import checks, drafting
+from vllm_medusa.integration import checks, medusa_drafter
 from vllm_medusa.integration.v1.worker import MedusaCPUWorker
 from vllm_medusa.offline.engine import EngineRefused, Sampling, VllmEngine
 
@@ -49,7 +49,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, call)
 
     spy(DefaultModelLoader, "load_model")
-    spy(drafting, "load_heads")
+    spy(medusa_drafter, "load_heads")
     return calls
 
 

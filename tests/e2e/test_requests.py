@@ -50,10 +50,10 @@ def assert_works(llm: LLM, reference: Reference) -> None:
         got = complete(llm, reference.prompts, greedy(TOKENS))
     assert differing(reference.completions, got) == []
     assert_reported(steps, reference.prompts, got)
-    assert mean_accepted(steps) > sized(1.2, 0.8)
+    assert mean_accepted(steps) > 1.2
 
 
-@pytest.mark.parametrize("name", sized(list(BAD), ["mode", "min_p"]))
+@pytest.mark.parametrize("name", BAD)
 def test_a_bad_request_fails_alone(llm: LLM, reference: Reference, name: str) -> None:
     options, words = BAD[name]
     bad = greedy(TOKENS, **options)
@@ -63,7 +63,7 @@ def test_a_bad_request_fails_alone(llm: LLM, reference: Reference, name: str) ->
     for word in words:
         assert word in str(caught.value)
     assert llm.llm_engine.get_num_unfinished_requests() == 0
-    assert_works(llm, reference.part(0, sized(len(reference.prompts), 1)))
+    assert_works(llm, reference)
 
 
 def test_a_request_limits_its_drafts(llm: LLM, reference: Reference) -> None:

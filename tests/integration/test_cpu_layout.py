@@ -6,11 +6,11 @@ import torch
 vllm_platforms = pytest.importorskip("vllm.platforms")
 
 from support.attention import gather_tokens, visible_keys  # noqa: E402
+from support.in_torch import attention_reference  # noqa: E402
 from support.paged_trees import random_tree_batch  # noqa: E402
 
 from vllm_medusa.scorer.cpu import plan_trees, tree_attention  # noqa: E402
 from vllm_medusa.scorer.layout import CacheLayout  # noqa: E402
-from vllm_medusa.scorer.reference import attention_reference  # noqa: E402
 
 if not vllm_platforms.current_platform.is_cpu():
     pytest.skip("needs a CPU build of vLLM", allow_module_level=True)

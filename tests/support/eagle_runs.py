@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from support.eagle_case import TOKENS, Case
 from support.eagle_steps import assert_dense, recorded_trees
-from support.engines import complete, engine, greedy, random_prompts
+from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import differing
@@ -30,6 +30,29 @@ LONG = [
 PARAMS = [
     greedy(TOKENS) if i % 2 else greedy(TOKENS, temperature=0.9, seed=i) for i in range(len(LONG))
 ]
+
+
+@contextmanager
+def mixed_steps(case: Case, tree: dict[str, Any]) -> Iterator[LLM]:
+    """Few blocks of 32, steps of 96 tokens: chunked prefill, preempted requests."""
+    with engine(
+        case.target,
+        tree,
+        block_size=32,
+        num_gpu_blocks_override=sized(40, 20),
+        max_model_len=512,
+        max_num_batched_tokens=96,
+        enable_prefix_caching=True,
+    ) as llm:
+        yield llm
+
+
+def exact_in_mixed_steps(case: Case, llm: LLM, plain: Any) -> None:
+    """Most prompt tokens are in the prefix cache, with the drafter's entries."""
+    preempted, hits = metric(llm, "num_preemptions"), metric(llm, "prefix_cache_hits")
+    assert run(case, llm, plain, every=sized(5, 3)) > 50
+    assert metric(llm, "num_preemptions") > preempted
+    assert metric(llm, "prefix_cache_hits") > hits
 
 
 def run(case: Case, llm: LLM, plain: Any, every: int, some: slice = slice(None)) -> int:

@@ -23,6 +23,14 @@ from typing import Any
 import psutil
 
 TESTS = Path(__file__).parents[1]
+ENGINE: dict[str, Any] = {  # common arguments
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 32,
+    "kv_cache_memory_bytes": 64 << 20,
+}
 
 if __name__ == "__mp_main__" and "RAY_ADDRESS" in os.environ:  # the engine that `main` spawns
     from support.ray_on_cpu import call_cpus_gpus

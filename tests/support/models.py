@@ -80,14 +80,19 @@ def save_config(
 
 
 def save_random_heads(
-    folder: Path, num_heads: int = 4, hidden: int = HIDDEN, vocab: int = VOCAB
+    folder: Path,
+    num_heads: int = 4,
+    hidden: int = HIDDEN,
+    vocab: int = VOCAB,
+    std: float = 0.05,
+    **options: Any,
 ) -> str:
-    """Save heads with random residual layers, which share the target's LM head."""
+    """Save heads with random weights, which by default share the target's LM head."""
     torch.manual_seed(1)
-    heads = MedusaHeads(num_heads, 1, hidden, vocab, num_lm_heads=0)
+    heads = MedusaHeads(num_heads, 1, hidden, vocab, **{"num_lm_heads": 0} | options)
     with torch.no_grad():
         for parameter in heads.parameters():
-            parameter.normal_(std=0.05)
+            parameter.normal_(std=std)
     save_heads(folder, heads)
     return str(folder)
 

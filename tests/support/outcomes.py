@@ -58,21 +58,16 @@ def outcomes(
     ]
 
 
-def steady_outcomes(
-    llm: LLM,
-    prompts: Sequence[Prompt],
-    params: Sequence[SamplingParams],
-    adapters: Sequence[LoRARequest | None] | None = None,
-) -> list[Outcome]:
-    """Reference outputs of plain vLLM; those with a near-tie in sampling are marked.
+def steady_outcomes(llm: LLM, *given: Any) -> list[Outcome]:
+    """`outcomes` of plain vLLM, as a reference; those with a near-tie in sampling are marked.
 
     Such an output changes if the logits change by slightly more than the difference between two
     runs (1e-5). On V2, where few tokens are sampled, they are assumed to have no near-ties.
     """
-    results = outcomes(llm, prompts, params, adapters)
+    results = outcomes(llm, *given)
     for seed in range(sized(2, 0)):
         with jittered(5e-5, seed):
-            again = outcomes(llm, prompts, params, adapters)
+            again = outcomes(llm, *given)
         results = [
             replace(result, steady=result.steady and result.tokens == other.tokens)
             for result, other in zip(results, again, strict=True)

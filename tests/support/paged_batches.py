@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from support.attention import visible_keys
+from support.in_torch import attention_reference, paged_tree_attention_torch
 from support.random_trees import random_parents
-from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import FP8_DTYPES, PagedBatch, SplitWorkspace
-from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
-from vllm_medusa.scorer.reference import attention_reference
 from vllm_medusa.tree.ancestors import dense_ancestors, num_words, pack_ancestors
 
 NAN = float("nan")
@@ -65,8 +63,10 @@ class Case:
     def num_rows(self) -> int:
         return sum(r.rows for r in self.requests)
 
-    def run(self, attention=paged_tree_attention, dtype: torch.dtype | None = None, **changes):
-        """The output, NaN before the call."""
+    def run(self, attention=None, dtype: torch.dtype | None = None, **changes):
+        """The output, by default of the kernel; NaN before the call."""
+        if attention is None:
+            from vllm_medusa.scorer.launch import paged_tree_attention as attention
         out = torch.full_like(self.query, NAN, dtype=dtype or self.query.dtype)
         space = self.batch.workspace
         if space is not None:

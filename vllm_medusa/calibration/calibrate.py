@@ -17,7 +17,7 @@ from vllm_medusa.calibration.observations import EAGLE, FILE, NO_LABEL, Observat
 from vllm_medusa.calibration.options import CalibrateOptions
 from vllm_medusa.calibration.walks import Ranks, Walks, walked_tree
 from vllm_medusa.files import Run
-from vllm_medusa.heads.checkpoint import peek_heads, update_config
+from vllm_medusa.heads.checkpoint import peek_heads, provenance_of, update_config
 from vllm_medusa.heads.eagle import drafter_method
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
 from vllm_medusa.heads.fingerprint import match_target
@@ -56,7 +56,7 @@ def calibrate(
             "fewer."
         )
     origin = provenance(command, [options.data])
-    if origin["data"][0]["sha256"] in _trained_on(info.config):
+    if origin["data"][0]["sha256"] in _trained_on(info.medusa):
         progress.warn(
             f"the heads were trained on {options.data}: their accuracy on it is higher than in "
             "serving. Calibrate on held-out records, such as training/heldout.jsonl next to the "
@@ -158,13 +158,11 @@ def _read(options: CalibrateOptions, config: Any, progress: Progress) -> list[Re
     return records
 
 
-def _trained_on(config: Mapping[str, Any]) -> set[str]:
-    """SHA-256 of the files that the heads were trained on, according to their config."""
-    extra = config.get("medusa")
-    entries = extra.get("provenance") if isinstance(extra, Mapping) else None
+def _trained_on(medusa: Mapping[str, Any]) -> set[str]:
+    """SHA-256 of the files that the heads were trained on, from their config's "medusa"."""
     return {
         entry["data"][0]["sha256"]  # others are held out
-        for entry in (entries if isinstance(entries, list) else [])
+        for entry in provenance_of(medusa)
         if entry.get("command", [])[1:2] == ["train"] and entry.get("data")
     }
 

@@ -108,8 +108,8 @@ def read_names(names: Iterable[str]) -> tuple[str, str, dict[Slot, str], list[st
         else:
             slots[slot] = name
     if prefix:  # other names are the target's, which has an `lm_head` too
-        others = [name for name in names if not is_head_tensor(name)]
-        left_over += [name for name in others if _is_heads(name) and name[:8] != "lm_head."]
+        others = [n for n in names if not is_head_tensor(n) and n[:8] != "lm_head."]
+        left_over += [n for n in others if any(_slot(n, each) is not None for each in NAMES)]
     return spelling, prefix, slots, left_over
 
 
@@ -129,7 +129,3 @@ def _slot(name: str, spelling: str) -> Slot | None:
             found = match.groupdict()
             return Slot(part, int(found["head"]), int(found.get("layer", 0)), found["kind"])
     return None
-
-
-def _is_heads(name: str) -> bool:
-    return any(_slot(name, spelling) is not None for spelling in NAMES)

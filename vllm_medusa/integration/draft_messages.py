@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
@@ -63,8 +61,3 @@ class Draft(Drafted):
 def tree_parents(scheduler_output: SchedulerOutput) -> Mapping[str, list[int]]:
     """The topologies of requests with a grammar: the parent of each draft of the step."""
     return getattr(scheduler_output, "tree_parents", {})
-
-
-def survival_of(log_survival: npt.NDArray[np.float32]) -> list[list[float]]:
-    """Each request's survivals above 0, from log-survivals [B, K]; they are a prefix."""
-    return [np.exp(row[np.isfinite(row)]).tolist() for row in log_survival]

@@ -134,7 +134,7 @@ def accepted_paths(
 
 
 class EagleTrees:
-    """A `request_trees.Drafter`: mixin for classes with a drafter's module and attention groups."""
+    """A `drafter.Drafter`: mixin for classes with a drafter's module and attention groups."""
 
     vllm_config: Any
     model: Any  # vLLM's module
@@ -194,7 +194,7 @@ class EagleTrees:
         min_survival: float | None = None,
         stream: Stream | None = None,
     ) -> DraftTrees:
-        """See `request_trees.Drafter`; runs all levels."""
+        """See `drafter.Drafter`; runs all levels."""
         noise = None
         if stream is not None:
             ids = self.target_ids

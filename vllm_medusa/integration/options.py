@@ -38,7 +38,7 @@ ASYNC_ON_V1 = (
     "async scheduling is not supported on vLLM's V1 model runner. Disable "
     "it, or use the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
 )
-DRAFTER = "vllm_medusa.integration.drafting.MedusaDrafter"
+DRAFTER = "vllm_medusa.integration.medusa_drafter.MedusaDrafter"
 V1_WORKER = "vllm_medusa.integration.v1.worker.MedusaCPUWorker"
 V2_WORKER = "vllm_medusa.integration.v2.worker.MedusaWorker"
 SCHEDULER = "vllm_medusa.integration.scheduler.TreeScheduler"

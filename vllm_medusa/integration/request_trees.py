@@ -9,73 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_medusa.integration.attention import platform_attention
 from vllm_medusa.integration.checks import check_layers
 from vllm_medusa.integration.draft_messages import DraftMessage
+from vllm_medusa.integration.drafter import Drafter
 from vllm_medusa.integration.grammar import Candidates
 from vllm_medusa.integration.options import TreeSettings
 from vllm_medusa.integration.requests import RequestOptions
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.search import Array
-from vllm_medusa.noise import Stream
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.cpu import topologies, write_positions
-from vllm_medusa.scorer.positions import write_node_positions
-from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree.batch import TreeBatch, TreeTensors
+from vllm_medusa.scorer.step import TreeStep, write_node_positions
+from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.draft_trees import DraftTrees
-
-
-class Drafter(Protocol):
-    """A drafter: Medusa or Hydra heads, an EAGLE drafter, or an MTP module.
-
-    To add heads that read only the target's hidden state, add a branch to
-    `drafting.MedusaDrafter`, `proposer.propose_tree` and `options._dynamic`, and a step class in
-    `proposer.steps`. For a drafter with its own KV cache, like `eagle_trees.EagleTrees`, see
-    CONTRIBUTING.md.
-    """
-
-    tree: TreeTensors | None  # one static tree for all requests; None: dynamic trees
-    scratch: int  # KV slots after a request's tokens that drafting uses
-
-    def load_model(self, target_model: nn.Module) -> None:
-        """Load the drafter for the loaded target."""
-        ...
-
-    def draft(
-        self,
-        states: Any,
-        root: Tensor,
-        num_nodes: int,
-        max_depth: Tensor,
-        limit: int | None = None,
-        min_survival: float | None = None,
-        stream: Stream | None = None,
-    ) -> DraftTrees:
-        """A tree for each request, equal on all ranks.
-
-        Args:
-            states: Inputs of B requests: for heads the target's hidden states
-                [B, H] at the last accepted nodes, for EAGLE drafters `eagle_trees.Roots`.
-            root: int64 [B], the last sampled tokens.
-            num_nodes: Nodes of each tree, root included.
-            max_depth: int64 [B], max useful depth per request. If above 0, the request has
-                ``scratch`` slots.
-            limit: Max useful drafts per request, at least 1; also an upper bound of levels.
-                None: all.
-            min_survival: Deep heads run only if some draft reaches this survival. None: always.
-            stream: The noise of the requests' next tokens. None: no request samples.
-
-        """
-        ...
 
 
 class RequestTrees:

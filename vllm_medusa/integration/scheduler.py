@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -35,7 +36,7 @@ from vllm_medusa.budget.policy import AutoBudget, FixedBudget
 from vllm_medusa.budget.store import CostStore
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.clock import PipelinedClock, Step, StepClock
-from vllm_medusa.integration.draft_messages import Draft, survival_of
+from vllm_medusa.integration.draft_messages import Draft
 from vllm_medusa.integration.grammar_drafts import GrammarDrafts
 from vllm_medusa.integration.metrics import StepReport
 from vllm_medusa.integration.options import TreeSettings, absolute
@@ -418,20 +419,16 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         names, log_survival = received
         copies = getattr(model_runner_output, "tree_copies", None)
         for place, name in enumerate(names):
-            (values,) = survival_of(log_survival[place : place + 1])
-            self._take_worth(name, values, copies, place)
+            request, row = self.requests.get(name), log_survival[place]
+            if request is None:
+                continue
+            draft = self.pending[name] = self._draft_of(name) or Draft([], request=request)
+            draft.survival = np.exp(row[np.isfinite(row)]).tolist()  # of a prefix
+            draft.limit = self._limit_of_last
+            if copies is not None:
+                tokens, sources = (part[place, : len(draft.survival)].tolist() for part in copies)
+                draft.token_ids, draft.copied = tokens, sources
         return super().update_from_output(scheduler_output, model_runner_output)
-
-    def _take_worth(self, req_id: str, values: list[float], copies: Any, place: int) -> None:
-        request = self.requests.get(req_id)
-        if request is None:
-            return
-        draft = self.pending[req_id] = self._draft_of(req_id) or Draft([], request=request)
-        draft.survival, draft.limit = values, self._limit_of_last
-        if copies is not None:
-            tokens, sources = copies[0][place], copies[1][place]
-            draft.token_ids = tokens[: len(values)].tolist()
-            draft.copied = sources[: len(values)].tolist()
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
@@ -444,7 +441,9 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
             if request.is_prefill_chunk:
                 continue
             if self.policy is not None:
-                request.spec_token_ids = [-1] * (count if _may_use_drafts(request) else 0)
+                # otherwise the next step gives it at most one token
+                useful = request.max_tokens - request.num_output_tokens > 2
+                request.spec_token_ids = [-1] * (count if useful else 0)
             if (own := max_draft_tokens(request)) is not None:
                 request.spec_token_ids = request.spec_token_ids[:own]
             self._report.chosen += len(request.spec_token_ids)
@@ -500,8 +499,3 @@ def _accepted_copies(draft: Draft, nodes: int, accepted: list[int]) -> list[int]
 def max_draft_tokens(request: Request) -> int | None:
     """The request's own limit of draft nodes per step; None: no limit."""
     return getattr(request, "max_draft_tokens", None)
-
-
-def _may_use_drafts(request: Request) -> bool:
-    """Whether the step after the one just scheduled may give it more than one token."""
-    return request.max_tokens - request.num_output_tokens > 2

@@ -2,7 +2,7 @@
 
 All ranks must draft identically. With complete LM heads, every rank would read all of them;
 gathering logits would copy rows of the whole vocabulary. So each rank selects the best candidates
-among its own ids, and only these are exchanged (`vllm_medusa.proposer.sharded`).
+among its own ids, and only these are exchanged (`vllm_medusa.proposer.topk`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.distributed import get_tp_group
 
-from vllm_medusa.proposer.sharded import VocabShard
+from vllm_medusa.proposer.topk import VocabShard
 
 FEWEST_IDS = 64  # for smaller shards the exchange does not pay off
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from vllm_medusa.kernels import CPU_DTYPES, cpu_library
+from vllm_medusa.kernels import CPU_DTYPES, cpu_function
 
 
 class TokenLayout(Protocol):
@@ -46,6 +45,9 @@ class _Moves(Structure):
     ]
 
 
+_compact_packed = cpu_function("compact_packed", POINTER(_Caches), POINTER(_Moves))
+
+
 class PackedCaches:
     """The caches of a KV group's layers; a cache shared by several layers is compacted once."""
 
@@ -68,7 +70,7 @@ class PackedCaches:
             )  # fmt: skip
 
     def compact(self, slots: Tensor, path_nodes: Tensor, num_accepted: Tensor) -> None:
-        """Move every accepted node's KV to the slot of its depth; see `layers.compact_layers`."""
+        """Move every accepted node's KV to the slot of its depth; see `kernel.compact_layers`."""
         slots, path_nodes = slots.to(torch.int64).contiguous(), path_nodes.contiguous()
         num_accepted = num_accepted.contiguous()
         moves = _Moves(
@@ -76,11 +78,4 @@ class PackedCaches:
             path_nodes.shape[1],
         )  # fmt: skip
         for group in self._groups:
-            _kernel()(byref(group), byref(moves))
-
-
-@functools.cache
-def _kernel() -> Callable[[Any, Any], None]:
-    function = cpu_library().compact_packed
-    function.argtypes, function.restype = (POINTER(_Caches), POINTER(_Moves)), None
-    return function  # type: ignore[no-any-return]
+            _compact_packed(byref(group), byref(moves))

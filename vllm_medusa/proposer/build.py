@@ -7,10 +7,10 @@ A drafter provides one of two kinds of probabilities:
 - `Branching`: the probability of a token below a node, given the node's path (Hydra, EAGLE). At
   each level the best k nodes are expanded, with K choices each; all are candidates.
 
-In both cases the tree is the best N of all candidates (`DraftTrees.best`). A static tree of ranks
-is filled level by level (`fill_tree`). Nothing waits for a device; on the host, where values are
-available, only nodes whose children can be among the best N are expanded. How to add a
-drafter: see `integration.request_trees.Drafter`.
+In both cases the tree is the best N of all candidates (`DraftTrees.best`). A static tree has a
+fixed rank for every node instead (`fill_tree`). Nothing waits for a device; on the host, where
+values are available, only nodes whose children can be among the best N are expanded. How to add a
+drafter: see `integration.drafter.Drafter`.
 
     level 0      expand(0, root)               -> K choices below the root
     level 1      expand(1, the k best of them) -> k * K choices, each below one of the k
@@ -30,12 +30,15 @@ from vllm_medusa.kernels import uses_kernel
 from vllm_medusa.proposer.choices import Choices
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.draft_trees import IMPOSSIBLE, DraftTrees
-from vllm_medusa.tree.dynamic import Beam
+from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.tree.topology import TokenTree
 
 
 class Marginal(Protocol):
-    """A drafter whose levels are independent, for one step of some requests."""
+    """A drafter whose levels are independent, for one step of some requests.
+
+    One top-k per depth serves all nodes (https://arxiv.org/abs/2401.10774, section 2.1.2).
+    """
 
     def marginals(self, depth: int, width: int) -> Choices:
         """The best ``width`` choices of the first ``depth`` levels: [B, <= depth, width]."""
@@ -89,11 +92,16 @@ def of_pool(choices: Choices, pool: TreeTensors) -> DraftTrees:
 
     Nodes deeper than the choices can't survive.
     """
-    tokens = choices.token_ids.flatten(1)  # [B, D * width]
-    tokens = tokens[:, pool.places.clamp_max(tokens.shape[1] - 1)]  # [B, M]
+    tokens = _placed(choices, pool)
     return DraftTrees.of(
         tokens, pool.parents.expand_as(tokens), pool.survival(choices.log_confidence)
     )
+
+
+def _placed(choices: Choices, tree: TreeTensors) -> Tensor:
+    """The choices [B, <= max_depth, width] at the nodes of their depth and rank: int64 [B, N]."""
+    tokens = choices.token_ids.flatten(1)
+    return tokens[:, tree.places.clamp_max(tokens.shape[1] - 1)]
 
 
 def of_beam(
@@ -142,19 +150,34 @@ def _num_useful(level: Tensor, candidates: Tensor, limit: int) -> int:
     return int((level > last).sum(1).max())
 
 
-def fill_tree(drafter: Branching, tree: TokenTree, root: Tensor) -> Tensor:
-    """The tokens of a static tree, whose ranks are those of each node's own choices.
+def fill_tree(drafter: Marginal | Branching, tree: TokenTree, root: Tensor) -> DraftTrees:
+    """A whole static tree, whose ranks are those of each node's own choices; root int64 [B].
 
-    ``root`` is int64 [B]; returns int64 [B, N].
+    Raises ValueError if the tree is wider than the drafter's vocabulary.
     """
-    batch = len(root)
-    tokens = root.new_zeros((batch, tree.num_nodes))
+    tensors = tensors_on(tree, root.device)
+    if marginals := getattr(drafter, "marginals", None):
+        return DraftTrees.static(
+            tensors, _placed(marginals(tree.max_depth, tensors.width), tensors)
+        )
+    tokens = root.new_zeros((len(root), tree.num_nodes))
     tokens[:, 0] = root
     for depth, level in enumerate(_levels(tree, root.device)):
-        slots = level.slots.expand(batch, -1)
-        choices = drafter.expand(depth, tokens[:, level.nodes], slots, level.width)
+        slots = level.slots.expand(len(root), -1)
+        choices = drafter.expand(depth, tokens[:, level.nodes], slots, level.width)  # type: ignore[union-attr]
         tokens[:, level.children] = choices.token_ids.flatten(1)[:, level.places]
-    return tokens
+    return DraftTrees.static(tensors, tokens)
+
+
+def source_on(tree: DynamicTree, device: torch.device) -> TreeTensors | Beam:
+    """The candidate source of `build_tree`, on ``device``."""
+    return tree.pool if isinstance(tree.pool, Beam) else tensors_on(tree.pool, device)
+
+
+@functools.lru_cache(maxsize=8)
+def tensors_on(tree: TokenTree, device: torch.device) -> TreeTensors:
+    """The tree on ``device``, cached."""
+    return TreeTensors.from_tree(tree, device)
 
 
 class _Level(NamedTuple):

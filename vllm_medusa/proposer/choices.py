@@ -7,7 +7,6 @@ parent.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -15,20 +14,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_medusa.kernels import CPU_DTYPES, cpu_library, uses_kernel
+from vllm_medusa.kernels import CPU_DTYPES, cpu_function, uses_kernel
 from vllm_medusa.noise import LevelNoise
-from vllm_medusa.proposer.sharded import (
+from vllm_medusa.proposer.topk import (
     AllGather,
     VocabShard,
     local_topk,
     logit_values,
     merge_topk,
+    stable_topk,
     token_ids,
 )
-from vllm_medusa.proposer.topk import stable_topk
 from vllm_medusa.tree.draft_trees import IMPOSSIBLE
 
 MAX_WIDTH = 64  # max choices of the CPU kernel
+_best_choices = cpu_function(
+    "best_choices", c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64,
+    c_void_p, c_void_p, result=c_int32,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,21 +86,11 @@ def _read_on_cpu(
     factors = factors[:nodes].contiguous()
     ids = torch.empty((batch, nodes, width), dtype=torch.int64)
     log_confidence = torch.empty((batch, nodes, width), dtype=torch.float32)
-    finite = _kernel()(
+    finite = _best_choices(
         rows.data_ptr(), CPU_DTYPES[logits.dtype], batch * nodes, vocab, rows.stride(0),
         factors.data_ptr(), nodes, width, ids.data_ptr(), log_confidence.data_ptr(),
     )  # fmt: skip
     return (ids, log_confidence) if finite else None
-
-
-@functools.cache
-def _kernel() -> Callable[..., int]:
-    function = cpu_library().best_choices
-    function.argtypes = (
-        c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p
-    )  # fmt: skip
-    function.restype = c_int32
-    return function  # type: ignore[no-any-return]
 
 
 def read_choices_sharded(

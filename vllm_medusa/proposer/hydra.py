@@ -8,8 +8,6 @@ and is one call: 7 drafts of SmolLM2 on two cores take 1.0 ms, with `build.of_be
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from vllm_medusa.heads.hydra import HydraHeads, HydraInput
 from vllm_medusa.heads.model import ResBlock
-from vllm_medusa.kernels import cpu_library
+from vllm_medusa.kernels import cpu_function
 from vllm_medusa.noise import LevelNoise
 from vllm_medusa.proposer.beam import BeamCall, Embedding, KernelWeights, beam_call, fits_kernel
 from vllm_medusa.proposer.choices import MAX_WIDTH
@@ -33,6 +31,11 @@ class _Hydra(Structure):
         *((name, c_int64) for name in ("hidden", "num_layers", "vocab")),
         ("soft_cap", c_float),
     ]
+
+
+_hydra_trees = cpu_function(
+    "hydra_trees", POINTER(_Hydra), c_void_p, POINTER(BeamCall), result=c_int32
+)
 
 
 class HydraBeam:
@@ -98,12 +101,5 @@ class HydraBeam:
         """As `build.build_tree`; None if logits are not finite."""
         states = hidden_states.float().contiguous()
         call = beam_call(beam, root, num_nodes, max_depth, limit, noise)
-        finite = _kernel()(byref(self._hydra), states.data_ptr(), byref(call))
+        finite = _hydra_trees(byref(self._hydra), states.data_ptr(), byref(call))
         return call.trees if finite else None
-
-
-@functools.cache
-def _kernel() -> Callable[..., int]:
-    function = cpu_library().hydra_trees
-    function.argtypes, function.restype = (POINTER(_Hydra), c_void_p, POINTER(BeamCall)), c_int32
-    return function  # type: ignore[no-any-return]

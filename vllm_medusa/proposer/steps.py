@@ -1,4 +1,4 @@
-"""Medusa and Hydra heads at one step, as called by `proposer.build`."""
+"""Medusa and Hydra heads at one step, as called by `proposer.build`, and a step's drafts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from torch import Tensor
 from vllm_medusa.heads.cpu import PackedHeads
 from vllm_medusa.heads.hydra import HydraHeads, PackedHydra
 from vllm_medusa.heads.model import LMHead, MedusaHeads
-from vllm_medusa.noise import Noise
+from vllm_medusa.noise import Noise, Stream
+from vllm_medusa.proposer.build import build_tree, fill_tree, source_on
 from vllm_medusa.proposer.choices import Choices, ReadChoices, read_choices
+from vllm_medusa.tree.draft_trees import DraftTrees
+from vllm_medusa.tree.dynamic import DynamicTree
+from vllm_medusa.tree.topology import MAX_NODES, TokenTree
 
 Embed = Callable[[Tensor], Tensor]  # int64 [..] -> [.., H], the target's embedding, unscaled
 
@@ -44,11 +48,6 @@ class MedusaStep:
         read = self.read or functools.partial(read_choices, token_map=self.heads.token_map)
         noise = None if self.noise is None else self.noise.at(first, depth)
         return read(self.logits(depth, first), width, sharpness, noise)
-
-    def scores(self, depth: int) -> Tensor:
-        """The scores by which the levels rank their tokens: [B, depth, V_draft]."""
-        logits = self.logits(depth)
-        return logits if self.noise is None else self.noise.at(0, depth).scores(logits)
 
     def logits(self, depth: int, first: int = 0) -> Tensor:
         """[B, depth - first, V_draft] of the same heads."""
@@ -133,3 +132,30 @@ class Stages:
             torch.cat([found.token_ids, rest.token_ids], 1),
             torch.cat([found.log_confidence, rest.log_confidence], 1),
         )
+
+
+def propose_tree(
+    heads: MedusaHeads,
+    hidden_states: Tensor,  # [B, H], at the position whose next token is the root
+    root: Tensor,  # int64 [B], the last sampled tokens
+    tree: TokenTree | DynamicTree,
+    lm_head: LMHead | None = None,
+    useful_depth: int = MAX_NODES,  # max depth of dynamic trees
+    stream: Stream | None = None,  # the noise of the next tokens, of requests that sample
+) -> DraftTrees:
+    """Drafts for any kind of tree, for `decode.py`; Hydra heads must have an embedding bound."""
+    device = hidden_states.device
+    noise = None
+    if stream is not None:
+        ids = heads.token_map
+        ids = torch.arange(heads.vocab_size, device=device) if ids is None else ids
+        noise = Noise(stream, ids)
+    sharpness = getattr(tree, "sharpness", None)
+    factors = None if sharpness is None else torch.tensor(sharpness, device=device)
+    step: MedusaStep | HydraStep = MedusaStep(heads, hidden_states, lm_head, factors, noise=noise)
+    if isinstance(heads, HydraHeads):
+        step = HydraStep(heads, hidden_states, heads.embed, lm_head, factors, noise=noise)
+    if isinstance(tree, DynamicTree):
+        useful = torch.full((len(root),), useful_depth, device=device)
+        return build_tree(step, source_on(tree, device), root, tree.num_nodes, useful)
+    return fill_tree(step, tree, root)

@@ -6,7 +6,7 @@ CONTRIBUTING.md.
 
 from vllm_medusa.sampler.draw import Draw, draw_exponential, draw_splitmix, truncate_logits
 from vllm_medusa.sampler.greedy import greedy_verdict, greedy_walk
-from vllm_medusa.sampler.lossless import NodeSampler, lossless_walk
+from vllm_medusa.sampler.lossless import lossless_walk
 from vllm_medusa.sampler.path import (
     NO_TOKEN,
     Path,
@@ -17,12 +17,11 @@ from vllm_medusa.sampler.path import (
     path_to_node,
     select_verdict,
 )
-from vllm_medusa.sampler.typical import typical_path, typical_threshold
+from vllm_medusa.sampler.typical import typical_path
 
 __all__ = [
     "NO_TOKEN",
     "Draw",
-    "NodeSampler",
     "Path",
     "Verdict",
     "accept_path",
@@ -37,5 +36,4 @@ __all__ = [
     "select_verdict",
     "truncate_logits",
     "typical_path",
-    "typical_threshold",
 ]

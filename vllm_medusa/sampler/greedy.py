@@ -6,16 +6,19 @@ child of a node is kept, so the kept nodes below the root form one path.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from ctypes import c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from vllm_medusa.kernels import CPU_DTYPES, cpu_library
+from vllm_medusa.kernels import CPU_DTYPES, cpu_function
 from vllm_medusa.sampler.path import Path, Verdict, accept_path, close_path
 from vllm_medusa.tree.batch import TreeBatch
+
+_greedy_walk = cpu_function(
+    "greedy_walk", c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64,
+    c_void_p, c_void_p, c_int64, *[c_void_p] * 4,
+)  # fmt: skip
 
 
 def greedy_verdict(tree: TreeBatch, token_ids: Tensor, target_argmax: Tensor) -> Verdict:
@@ -47,22 +50,10 @@ def greedy_walk(
     counts, parents = tree.num_nodes.to(torch.int64), tree.parents.contiguous()
     path, output = torch.empty((2, batch, columns), dtype=torch.int64)
     num_accepted, last_node = torch.empty((2, batch), dtype=torch.int64)
-    _kernel()(
+    _greedy_walk(
         rows.data_ptr(), CPU_DTYPES[rows.dtype], rows.shape[1], rows.stride(0),
         cu_nodes.data_ptr(), counts.data_ptr(), batch, tree.max_nodes, parents.data_ptr(),
         token_ids.data_ptr(), columns, path.data_ptr(), output.data_ptr(),
         num_accepted.data_ptr(), last_node.data_ptr(),
     )  # fmt: skip
     return Verdict(Path(path, num_accepted, last_node), output)
-
-
-@functools.cache
-def _kernel() -> Callable[..., None]:
-    function = cpu_library().greedy_walk
-    pointer, count = c_void_p, c_int64
-    function.argtypes = (
-        pointer, c_int32, count, count, pointer, pointer, count, count, pointer, pointer, count,
-        pointer, pointer, pointer, pointer,
-    )  # fmt: skip
-    function.restype = None
-    return function  # type: ignore[no-any-return]

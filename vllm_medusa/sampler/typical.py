@@ -19,18 +19,6 @@ from vllm_medusa.sampler.path import Path, accept_path
 from vllm_medusa.tree.batch import TreeBatch
 
 
-def typical_threshold(probs: Tensor, epsilon: float | Tensor, delta: float | Tensor) -> Tensor:
-    """The probability to exceed, fp32 [...], for distributions ``probs`` fp32 [..., V].
-
-    ``epsilon`` and ``delta``, in (0, 1], are numbers or broadcast to [...].
-    """
-    entropy = torch.special.entr(probs).sum(-1)  # -p log p, 0 at p = 0
-    bar = delta * torch.exp(-entropy)
-    if isinstance(epsilon, Tensor):
-        return torch.minimum(bar, epsilon.to(bar.dtype))
-    return bar.clamp(max=epsilon)
-
-
 def typical_path(
     tree: TreeBatch, token_ids: Tensor, probs: Tensor, epsilon: Tensor, delta: Tensor
 ) -> Path:
@@ -40,7 +28,9 @@ def typical_path(
     target's distribution at each node; ``epsilon`` and ``delta`` fp32 [B].
     """
     parents = tree.parents.clamp(min=0)  # [B, N]
-    bar = typical_threshold(probs, epsilon.unsqueeze(1), delta.unsqueeze(1))  # [B, N]
+    entropy = torch.special.entr(probs).sum(-1)  # [B, N]; -p log p is 0 at p = 0
+    bar = delta.unsqueeze(1) * torch.exp(-entropy)
+    bar = torch.minimum(bar, epsilon.unsqueeze(1).to(bar.dtype))
     entry = parents * probs.shape[-1] + token_ids.clamp(min=0)  # [B, N] into [N * V]
     p = probs.flatten(1).gather(1, entry)  # [B, N], probability of each node given its parent
     accepted = (p > bar.gather(1, parents)) & (token_ids >= 0)

@@ -2,10 +2,9 @@
 
 A tree of n nodes verified after a context of c tokens occupies the cache slots c .. c + n - 1 in
 node order, while node i has *position* c + depth(i): siblings share a position, not a slot.
-`positions` computes the positions, `layout` describes how vLLM packs keys and values into its CPU
-blocks, `cpu` plans one step and runs each layer with a C++ kernel (`attention.cpp`); `paged` and
-`dispatch` are attention over the paged cache of GPUs. A node's attention mask is its row of
+`step` lays out the rows and positions, `layout` describes how vLLM packs keys and values into its
+CPU blocks, `cpu` plans one step and runs each layer with a C++ kernel (`attention.cpp`); `paged`
+and `launch` are attention over the paged cache of GPUs. A node's attention mask is its row of
 `TreeBatch.ancestors` (from `tree.ancestors`) after the whole context; nodes that an EAGLE drafter
-expands get theirs from `integration.eagle_trees`. `reference` is the computation in torch, with
-plain arguments, that all of them are tested against.
+expands get theirs from `integration.eagle_trees`.
 """

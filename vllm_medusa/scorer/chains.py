@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_medusa.scorer.positions import ragged_rows
+from vllm_medusa.scorer.step import ragged_rows
 from vllm_medusa.tree.batch import TreeBatch
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_medusa.kernels import CPU_DTYPES, cpu_library
+from vllm_medusa.kernels import CPU_DTYPES, cpu_function, cpu_library
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.tree.ancestors import num_words
 from vllm_medusa.tree.batch import TreeBatch
@@ -179,19 +179,17 @@ def topologies(parents: Tensor, num_nodes: Tensor) -> TreeBatch:
     ancestors = torch.empty((batch, width, width), dtype=torch.bool)
     bits = torch.empty((batch, width, words), dtype=torch.int64)
     depths = torch.empty_like(parents)
-    max_depth = _topologies()(
+    max_depth = _tree_topologies(
         parents.data_ptr(), num_nodes.data_ptr(), batch, width, words, ancestors.data_ptr(),
         bits.data_ptr(), depths.data_ptr(),
     )  # fmt: skip
     return TreeBatch(num_nodes, parents, depths, bits, ancestors, max_depth)
 
 
-@functools.cache
-def _topologies() -> Callable[..., int]:
-    function = cpu_library().tree_topologies
-    function.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 3)
-    function.restype = c_int64
-    return function  # type: ignore[no-any-return]
+_tree_topologies = cpu_function(
+    "tree_topologies", c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 3,
+    result=c_int64,
+)  # fmt: skip
 
 
 def write_positions(
@@ -200,18 +198,13 @@ def write_positions(
     tree: TreeBatch,
     first_row: Tensor,  # int64 [B], the row of each root
 ) -> None:
-    """`positions.write_node_positions` on the host."""
+    """`step.write_node_positions` on the host."""
     base, counts = base.to(torch.int64), tree.num_nodes.to(torch.int64)
     depths = tree.depths.contiguous()
-    _positions()(
+    _tree_positions(
         positions.data_ptr(), base.data_ptr(), first_row.data_ptr(), counts.data_ptr(),
         *depths.shape, depths.data_ptr(),
     )  # fmt: skip
 
 
-@functools.cache
-def _positions() -> Callable[..., None]:
-    function = cpu_library().tree_positions
-    function.argtypes = (*[c_void_p] * 4, c_int64, c_int64, c_void_p)
-    function.restype = None
-    return function  # type: ignore[no-any-return]
+_tree_positions = cpu_function("tree_positions", *[c_void_p] * 4, c_int64, c_int64, c_void_p)

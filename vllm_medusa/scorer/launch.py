@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_medusa import kernels
 from vllm_medusa.scorer.kernel import attend, merge
-from vllm_medusa.scorer.paged import PagedBatch
+from vllm_medusa.scorer.paged import PagedBatch, check_arguments
 from vllm_medusa.scorer.tiles import (
     FEWEST_SPLITS,
     DeviceLimits,
@@ -48,21 +48,43 @@ def choose_splits(
     return num_splits(programs, max_seq_len, limits.num_sms, tiles, kv_dtype.itemsize)
 
 
-def paged_tree_attention_kernel(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+def paged_tree_attention(
+    query: Tensor,  # [T, Hq, D]
+    key_cache: Tensor,  # [num_blocks, block_size, Hkv, D]
+    value_cache: Tensor,  # [num_blocks, block_size, Hkv, D]
     batch: PagedBatch,
     scale: float,
     *,
-    out: Tensor,
+    out: Tensor,  # [T, Hq, D]
     softcap: float = 0.0,
     window: int | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,  # [Hq]
+    k_scale: Tensor | None = None,  # fp32, one element
+    v_scale: Tensor | None = None,  # fp32, one element
 ) -> Tensor:
-    """Launch; see `dispatch.paged_tree_attention`, which checks the arguments."""
+    """Attend every row to its visible keys; keys and values are in the cache.
+
+    Allocates nothing and never waits for the device.
+
+    Args:
+        query: fp16, bf16 or fp32, rows and heads may be strided, channels must be contiguous.
+        key_cache: Any strides, the dtype of the queries or fp8; vLLM's uint8 caches must be
+            viewed as their fp8 dtype. e4m3 needs a GPU of capability 8.9.
+        value_cache: Like ``key_cache``.
+        batch: The requests.
+        scale: Factor on the logits.
+        out: Like ``query``. Rows outside all requests are unchanged.
+        softcap: Logits become softcap * tanh(logits / softcap); 0 for none.
+        window: Position p attends to positions > p - window; None for all.
+        sinks: An additional logit per head, without a value.
+        k_scale: Factor that dequantizes fp8 keys; None for 1.
+        v_scale: Factor that dequantizes fp8 values; None for 1.
+
+    Returns:
+        ``out``.
+
+    """
+    check_arguments(query, key_cache, value_cache, batch, out, window, sinks)
     num_rows, num_heads, head_size = query.shape
     kv_heads, block_size = key_cache.shape[2], key_cache.shape[1]
     batch_size, num_nodes = batch.depths.shape

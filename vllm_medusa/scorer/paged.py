@@ -19,8 +19,7 @@ sees nothing (only in dummy batches, with seq_len < n) gives zeros.
 Slots that no row sees are never read: they may hold NaN, and block table entries after the last
 used block, or before the window, may hold anything.
 
-`dispatch.paged_tree_attention` computes it: with the Triton kernel (`launch`, `kernel`) or torch
-(`paged_torch`), which have the same signature.
+`launch.paged_tree_attention` computes it with a Triton kernel (`kernel`).
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ def check_arguments(
     window: int | None,
     sinks: Tensor | None,
 ) -> None:
-    """Validate arguments of `dispatch.paged_tree_attention`; reads shapes and strides only."""
+    """Validate arguments of `launch.paged_tree_attention`; reads shapes and strides only."""
     rows, heads, dim = query.shape
     kinds = query.dtype, *FP8_DTYPES
     assert query.dtype in QUERY_DTYPES and out.dtype == query.dtype, (query.dtype, out.dtype)

@@ -85,3 +85,36 @@ class TreeStep:
     def slots(self, group: int) -> Tensor:
         """int64 [B, N]: the KV slot each node was written to in a KV cache group."""
         return self.slot_mappings[group][self.rows][self.row_of_node]
+
+
+def ragged_rows(
+    cu_num_nodes: Tensor,  # integer [B + 1], from 0
+    num_rows: int,
+) -> tuple[Tensor, Tensor]:  # int64 [num_rows], int64 [num_rows]
+    """Request and node of each row of the flattened batch.
+
+    ``num_rows`` is ``cu_num_nodes[-1]``, known to the caller without a sync. For
+    ``cu_num_nodes`` = [0, 3, 4] the result is ([0, 0, 0, 1], [0, 1, 2, 0]).
+    """
+    rows = torch.arange(num_rows, device=cu_num_nodes.device)
+    starts = cu_num_nodes.to(torch.int64)
+    request = torch.searchsorted(starts[1:], rows, right=True)
+    return request, rows - starts[request]
+
+
+def write_node_positions(
+    positions: Tensor,  # integer [>= T], written in place
+    base: Tensor,  # integer [B]
+    depths: Tensor,  # integer [B, N]
+    cu_num_nodes: Tensor,  # integer [B + 1], from 0
+    num_rows: int,  # T = cu_num_nodes[-1]
+    row_starts: Tensor,  # integer [B], row of each root; other rows may be between the trees
+) -> None:
+    """Write each node's RoPE position: context length plus depth, never plus index. No host sync.
+
+    Node i of request b is in row ``row_starts[b] + i``; other rows keep their values.
+    """
+    request, node = ragged_rows(cu_num_nodes, num_rows)
+    values = base[request] + depths[request, node].to(base.dtype)
+    rows = row_starts.to(torch.int64)[request] + node
+    positions.index_copy_(0, rows, values.to(positions.dtype))

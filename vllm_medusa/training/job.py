@@ -47,8 +47,8 @@ class Job:
         bf16: whether the heads compute in bfloat16.
         train, heldout: the texts to train and to measure on.
         layers: target layers whose inputs an EAGLE-3 drafter reads; empty for heads.
-        steps: options for training only the heads.
-        settings: everything that the heads depend on, plain JSON; later also the draft vocabulary.
+        step_options: options for training only the heads.
+        recorded: everything that the heads depend on, plain JSON; later also the draft vocabulary.
 
     """
 
@@ -79,7 +79,7 @@ class Job:
             self.layers = choose_layers(options.heads.aux_layers, depth)
         self.dtype = target_dtype(machine.dtype, inputs.dtype, workers.device)
         self.bf16 = _use_bf16(machine.precision, workers.device)
-        self.steps = complete(
+        self.step_options = complete(
             options.training,
             hidden_size=inputs.fingerprint["hidden_size"],
             num_labels=self.train.count_labels(),
@@ -92,7 +92,7 @@ class Job:
             "quantization": machine.quantization,
         }
         start = options.heads.start_heads
-        self.settings: dict[str, Any] = {
+        self.recorded: dict[str, Any] = {
             "method": options.method,
             **self._state_key,
             "data": {
@@ -102,7 +102,7 @@ class Job:
             "heads": asdict(options.heads)
             | {"aux_layers": list(self.layers)}
             | {"start_heads": None if start is None else fingerprint(start)},
-            "recipe": asdict(self.steps) | {"bf16": self.bf16},
+            "recipe": asdict(self.step_options) | {"bf16": self.bf16},
             "cache_gb": options.cache.cache_gb,
         }
 
@@ -110,7 +110,7 @@ class Job:
         """Open the run in the output folder; prints a note if it is complete."""
         files = self.options.files
         main = self.workers.main
-        run = TrainingRun(files.output, self.settings, overwrite=files.overwrite, main=main)
+        run = TrainingRun(files.output, self.recorded, overwrite=files.overwrite, main=main)
         self.workers.wait()  # until the main process has applied --overwrite
         if run.complete:
             self.progress.note(f"nothing to do; the heads are in {files.output}")
@@ -151,12 +151,12 @@ class Job:
             heads.num_heads,
             self.token_map(target),
             frozen_lm_head=heads.lm_heads == "shared",
-            seed=self.steps.seed,
+            seed=self.step_options.seed,
         )
 
     def frozen_method(self, target: Target, run: TrainingRun) -> Method:
         """Medusa-1 or EAGLE-3 with new heads, on computed states."""
-        options, workers, steps = self.options, self.workers, self.steps
+        options, workers, steps = self.options, self.workers, self.step_options
         source: Any = target
         size = medusa1.PIECE_ROWS
         if whole := bool(self.layers):
@@ -216,7 +216,7 @@ class Job:
     def token_map(self, target: Target) -> torch.Tensor | None:
         """The heads' draft vocabulary, int64 [V_draft]; None: all of the target's.
 
-        It is printed, and recorded in `settings`.
+        It is printed, and added to `recorded`.
         """
         size, known = self.options.heads.draft_vocab, target.vocab_size
         if size is None:
@@ -234,7 +234,7 @@ class Job:
             unseen = coverage(count_tokens(self.inputs.heldout, known), token_map)
             covered["heldout_coverage"] = round(unseen, 4)
             text += f" and {unseen:.1%} of the held-out ones"
-        self.settings["draft_vocab"] = covered
+        self.recorded["draft_vocab"] = covered
         self.progress.note(f"draft vocabulary: {size} of {known} tokens, {text} (--draft-vocab)")
         return token_map
 
@@ -258,7 +258,7 @@ class Job:
     def save(
         self,
         heads: AnyHeads,  # `round`ed; moved to the CPU in the stored dtype
-        more: Mapping[str, Any],  # results, in addition to the settings
+        more: Mapping[str, Any],  # results, in addition to `recorded`
         target: Mapping[str, Any] | None = None,  # fingerprint, if not the inputs' target
         source: str | Path | None = None,  # its location, likewise
     ) -> None:
@@ -271,7 +271,7 @@ class Job:
             "base_model_name_or_path": name,
             "target": dict(target or self.inputs.fingerprint),
             # tokens: generated ones, of all trainings of these heads; None: unknown
-            "training": self.settings | {"tokens": self._tokens} | dict(more),
+            "training": self.recorded | {"tokens": self._tokens} | dict(more),
             "provenance": self._origin,
         }
         if isinstance(heads, EagleDrafter):

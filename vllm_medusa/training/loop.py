@@ -36,25 +36,25 @@ class Loop:
         from transformers import get_cosine_schedule_with_warmup
 
         self.method, self.stage, self.workers = method, stage, method.workers
-        self.settings = method.settings
-        settings, data = self.settings, method.data
-        assert settings.batch_tokens and settings.learning_rate
+        self.options = options = method.step_options
+        data = method.data
+        assert options.batch_tokens and options.learning_rate
         self.lengths = data.lengths
         self.plan = plan_steps(
             self.lengths,
             None if data.states is None else data.states.groups(data.pieces),
-            batch=settings.batch_tokens,
-            epochs=settings.epochs,
-            seed=settings.seed,
+            batch=options.batch_tokens,
+            epochs=options.epochs,
+            seed=options.seed,
         )
         self.step, self.steps = 0, len(self.plan)
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in own if p.requires_grad], "lr": settings.learning_rate * factor}
+            {"params": [p for p in own if p.requires_grad], "lr": options.learning_rate * factor}
             for own, factor in method.parameters()
         ]
         self.parameters = [p for group in groups for p in group["params"]]
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay)
-        warmup = min(settings.warmup_steps or 0, self.steps // 10)
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=options.weight_decay)
+        warmup = min(options.warmup_steps or 0, self.steps // 10)
         self.schedule = get_cosine_schedule_with_warmup(self.optimizer, warmup, self.steps)
 
     def train(self, report: Report = lambda *_: None) -> None:
@@ -62,7 +62,7 @@ class Loop:
 
         Raises NotFiniteError: the last good state is kept.
         """
-        method, every = self.method, self.settings.measure_every
+        method, every = self.method, self.options.measure_every
         if not self.resume() and method.measures_ends:
             self._measure(report)
             self._save()
@@ -114,7 +114,7 @@ class Loop:
             sums += found
         workers.share_gradients(self.parameters)
         sums = workers.add_up(sums)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.options.clip)
         if not bool(torch.isfinite(torch.cat([sums, norm.view(1)])).all()):
             self._stop(items, sums, norm)
         (rate, *_) = self.schedule.get_last_lr()

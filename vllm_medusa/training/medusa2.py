@@ -227,7 +227,7 @@ def train_medusa2(job: Job) -> None:
         )
     written = all(record.temperature is not None for record in inputs.train)
     joint, steps = complete_joint(options.joint, options.training, self_distilled=written)
-    job.settings |= {
+    job.recorded |= {
         "joint": asdict(joint) | {"warmup_steps": steps.warmup_steps},
         "bounds": {name: getattr(joint, name) for name in ("max_kl", "max_perplexity_ratio")},
     }

@@ -45,7 +45,7 @@ class Setup:
 
     train: Data
     heldout: Data | None  # this process's share
-    settings: StepOptions  # complete, see `recipe.complete`
+    step_options: StepOptions  # complete, see `recipe.complete`
     workers: Workers
     bf16: bool = False  # autocast; weights and sums stay fp32
 
@@ -88,11 +88,11 @@ class Method:
     teacher: LMHead
 
     def __init__(self, heads: AnyHeads, setup: Setup) -> None:
-        self.data, self.heldout, self.settings = setup.train, setup.heldout, setup.settings
+        self.data, self.heldout, self.step_options = setup.train, setup.heldout, setup.step_options
         self.workers, self.bf16 = setup.workers, setup.bf16
         self.heads = heads.to(self.workers.device).requires_grad_(True)
-        self.soft = self.settings.labels == "soft"
-        decay = head_weights(heads.num_heads, self.settings.decay)
+        self.soft = self.step_options.labels == "soft"
+        decay = head_weights(heads.num_heads, self.step_options.decay)
         self.decay = decay.to(self.workers.device)  # [K]
 
     def parameters(self) -> Groups:

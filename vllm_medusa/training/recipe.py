@@ -30,7 +30,8 @@ def complete(
 
     ``drafter``: an EAGLE-3 drafter is trained instead of heads.
     """
-    rate = (usual_drafter_rate if drafter else usual_rate)(hidden_size)
+    # a drafter is a whole decoder layer: 1e-4 for a width of 4096
+    rate = min(2e-3, max(1e-4, 0.512 / hidden_size)) if drafter else usual_rate(hidden_size)
     return replace(
         options,
         batch_tokens=options.batch_tokens or usual_batch(num_labels * options.epochs),
@@ -71,11 +72,6 @@ def usual_rate(hidden_size: int) -> float:
     pieces of 128).
     """
     return min(5e-3, max(1e-3, 5e-3 * (256 / hidden_size) ** 2))
-
-
-def usual_drafter_rate(hidden_size: int) -> float:
-    """The same for EAGLE-3, a whole decoder layer: 1e-4 for a width of 4096, up to 2e-3."""
-    return min(2e-3, max(1e-4, 0.512 / hidden_size))
 
 
 def usual_batch(rows: int) -> int:

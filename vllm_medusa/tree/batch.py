@@ -25,13 +25,12 @@ class TreeTensors:
 
     parents: Tensor  # int64 [N], -1 for the root
     depths: Tensor  # int64 [N]
-    ranks: Tensor  # int64 [N], 0 for the root
     ancestor_bits: Tensor  # int64 [N, W]
     ancestors: Tensor  # bool [N, N], self included
     choices: Tensor  # int64 [D, N]: index in [D * width] choices of a path's d-th choice, or -1
     places: Tensor  # int64 [N]: index of the node's own choice; 0 for the root
     max_depth: int
-    head_widths: tuple[int, ...]  # [max_depth]
+    width: int  # number of choices per head
 
     @classmethod
     def from_tree(cls, tree: TokenTree, device: torch.device | str = "cpu") -> TreeTensors:
@@ -50,24 +49,18 @@ class TreeTensors:
         return cls(
             parents=parents.to(device),
             depths=depths.to(device),
-            ranks=ranks.to(device),
             ancestor_bits=pack_ancestors(ancestors).to(device),
             ancestors=ancestors.to(device),
             choices=choices.T.contiguous().to(device),
             places=((depths - 1) * width + ranks).clamp_min(0).to(device),
             max_depth=tree.max_depth,
-            head_widths=tree.head_widths,
+            width=width,
         )
 
     @property
     def num_nodes(self) -> int:
         """N, root included."""
         return self.parents.shape[0]
-
-    @property
-    def width(self) -> int:
-        """Number of choices per head."""
-        return max(self.head_widths, default=0)
 
     def survival(self, log_confidence: Tensor) -> Tensor:
         """Log-survival of every node: float32 [B, <= D, width], all <= 0, -> float32 [B, N].
@@ -89,14 +82,13 @@ class TreeTensors:
         return TreeBatch.from_static(self.prefix(width), num_nodes)
 
     def prefix(self, num_nodes: int) -> TreeTensors:
-        """The first ``num_nodes`` nodes, as views; `max_depth` and widths remain upper bounds."""
+        """The first ``num_nodes`` nodes, as views; `max_depth` and `width` remain upper bounds."""
         if num_nodes == self.num_nodes:
             return self
         return replace(
             self,
             parents=self.parents[:num_nodes],
             depths=self.depths[:num_nodes],
-            ranks=self.ranks[:num_nodes],
             ancestor_bits=self.ancestor_bits[:num_nodes, : num_words(num_nodes)],
             ancestors=self.ancestors[:num_nodes, :num_nodes],
             choices=self.choices[:, :num_nodes],

@@ -6,7 +6,7 @@ from vllm_medusa.calibration import observe as module
 from vllm_medusa.calibration.observations import MISSED, NO_LABEL
 from vllm_medusa.calibration.observe import SHARPNESS, fit_temperature, observe
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.proposer import stable_topk
+from vllm_medusa.proposer.topk import stable_topk
 
 VOCAB, HIDDEN, HEADS, COUNT = 23, 8, 3, 40
 

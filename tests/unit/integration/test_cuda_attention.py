@@ -1,7 +1,7 @@
 """The CUDA attention without an engine: a layer, supported settings, compaction.
 
-Our kernel is replaced by its reference here, as everywhere without a GPU; an engine that runs
-the kernel is in ``tests/integration/test_triton_engine.py``.
+Our kernels are replaced by torch here; an engine that runs them is in
+``tests/integration/test_triton_engine.py``.
 """
 
 from types import SimpleNamespace
@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 import torch
 from support.attention import visible_keys
+from support.in_torch import (
+    attention_reference,
+    compact_layers_torch,
+    paged_tree_attention_torch,
+)
 from torch import Tensor
 
 pytest.importorskip("vllm")
@@ -18,10 +23,16 @@ from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MAX_SEQS, NODES, T
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 
+from vllm_medusa.integration import cuda_attention
 from vllm_medusa.integration.cuda_attention import TreeAttentionBackend, compact_group
-from vllm_medusa.scorer.reference import attention_reference
 
 CHUNK = range(-1, 4)  # the parents of its rows
+
+
+@pytest.fixture(autouse=True)
+def _in_torch(monkeypatch):
+    monkeypatch.setattr(cuda_attention, "paged_tree_attention", paged_tree_attention_torch)
+    monkeypatch.setattr(cuda_attention, "compact_layers", compact_layers_torch)
 
 
 class TestLayer:

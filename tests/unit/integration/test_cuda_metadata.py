@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("vllm")
+from support.in_torch import paged_tree_attention_torch
 from support.random_trees import random_parents
 from support.triton_steps import (
     BLOCK,
@@ -27,7 +28,6 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 
 from vllm_medusa.integration import cuda_metadata
 from vllm_medusa.integration.cuda_metadata import TreeMetadataBuilder
-from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.step import Trees
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
@@ -182,5 +182,5 @@ def attended(batch: PagedBatch, rows: int) -> Tensor:
     cache = torch.randn(MAX_SEQS * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
     keys, values = cache.transpose(1, 2).split(DIM, -1)
     out = torch.full_like(query, torch.nan)
-    paged_tree_attention(query, keys, values, batch, 0.2, out=out)
+    paged_tree_attention_torch(query, keys, values, batch, 0.2, out=out)
     return out

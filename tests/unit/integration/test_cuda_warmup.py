@@ -25,12 +25,9 @@ from vllm_medusa.integration.request_trees import RequestTrees
 from vllm_medusa.integration.v2.cuda_warmup import warm_up_rules
 from vllm_medusa.integration.v2.speculator import TreeSpeculator
 from vllm_medusa.kv import kernel as kv
-from vllm_medusa.kv.layers import LayerCaches
+from vllm_medusa.kv.kernel import LayerCaches
 from vllm_medusa.lookup import search as lookup
-from vllm_medusa.proposer import kernel as proposer
-from vllm_medusa.proposer.sharded import VocabShard
-from vllm_medusa.sampler import dispatch as sampler
-from vllm_medusa.scorer import dispatch as scorer
+from vllm_medusa.sampler import launch as sampler
 from vllm_medusa.scorer import launch
 from vllm_medusa.scorer.paged import TreeBuffers
 from vllm_medusa.tree import TokenTree
@@ -57,8 +54,7 @@ STEPS = [  # (rows, context) of requests, nodes of each
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    for module in (scorer, sampler, cuda_metadata):
-        monkeypatch.setattr(module, "uses_kernel", lambda device_type: True)
+    monkeypatch.setattr(cuda_metadata, "uses_kernel", lambda device_type: True)
     limits = launch.DeviceLimits(132, 227 * 1024, async_mma=True)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
     cuda_metadata._splits.cache_clear()
@@ -187,28 +183,6 @@ def test_compaction():
         kv.compact_layers(caches, slots, slots[:, :3], slots[:, 0].contiguous())
 
     assert len(many(step, 256)) == 1
-
-
-@pytest.mark.parametrize("vocab", [512, 501])
-def test_proposals(vocab):
-    """Two batches compile everything that is needed."""
-    tensors = TreeTensors.from_tree(TokenTree.dense([3, 4, 4]))
-    stacked = torch.zeros(3, 40, vocab, dtype=torch.bfloat16)  # as from one product for all heads
-
-    def step(batch, width=0):
-        logits = stacked[:, :batch].contiguous().transpose(0, 1)
-        proposer.propose(logits, tensors)
-        shard = VocabShard(0, vocab, 2 * vocab)
-        gather = [torch.cat]
-        proposer.propose_sharded(
-            logits, tensors, shard, lambda keys: gather[0]([keys.unsqueeze(0)] * 2)
-        )
-
-    with needed() as compiled:
-        for batch in (1, 16):
-            step(batch)
-    assert many(step, 1) <= compiled
-    assert len(compiled) >= 3
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_medusa.integration import sharding
-from vllm_medusa.proposer.sharded import NO_CANDIDATE, VocabShard
+from vllm_medusa.proposer.topk import NO_CANDIDATE, VocabShard
 
 
 @dataclass

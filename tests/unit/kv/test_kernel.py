@@ -8,11 +8,11 @@ import random
 import pytest
 import torch
 from support.ahead_of_time import GENERATIONS, compiling
+from support.in_torch import compact_layers_torch
 from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
 from torch import Tensor
 
-from vllm_medusa.kv import layers as reference
-from vllm_medusa.kv.layers import LayerCaches
+from vllm_medusa.kv.kernel import LayerCaches
 
 HEADS, SIZE = 3, 5  # channels: not a power of two
 # name -> shape in memory of (blocks, block size), the order of dims in the tensor, slot dims
@@ -63,7 +63,7 @@ class Cases:
 
     def check(self, memory: Memory, slots: Tensor, nodes: Tensor, count: Tensor) -> Tensor:
         expected = memory.bytes.clone()
-        reference.compact_layers_torch(memory.caches(expected), slots, nodes, count)
+        compact_layers_torch(memory.caches(expected), slots, nodes, count)
         actual = memory.bytes.clone().to(self.device)
         self.kernel.compact_layers(
             memory.caches(actual), *(t.to(self.device) for t in (slots, nodes, count))
@@ -137,7 +137,7 @@ class Cases:
         nodes = torch.tensor([[0, 2, 10**9], [-5, -5, -5]])
         memory = Memory("heads first", torch.bfloat16, 2, 3, 8)
         expected = memory.bytes.clone()
-        reference.compact_layers_torch(
+        compact_layers_torch(
             memory.caches(expected), slots[:1], torch.tensor([[0, 2, 2]]), torch.tensor([1])
         )
         actual = memory.bytes.clone().to(self.device)

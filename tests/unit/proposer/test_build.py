@@ -135,7 +135,7 @@ def test_only_nodes_that_can_matter_are_expanded():
 )
 def test_a_static_tree_uses_each_nodes_own_choices(tree):
     root = torch.tensor([5, 6])
-    got = fill_tree(Drafter(1), tree, root)
+    got = fill_tree(Drafter(1), tree, root).token_ids
     for row, (node, path) in itertools.product(range(BATCH), enumerate(tree.paths, 1)):
         tokens = (int(root[row]),)
         for rank in path:

@@ -4,8 +4,7 @@ import pytest
 import torch
 from support.hydra import dense_logits, random_hydra
 
-from vllm_medusa.proposer.propose_tree import propose_tree
-from vllm_medusa.proposer.steps import HydraStep
+from vllm_medusa.proposer.steps import HydraStep, propose_tree
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 

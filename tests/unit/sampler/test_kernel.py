@@ -16,7 +16,7 @@ from support.random_trees import Case, make_case
 from torch import Tensor
 
 from vllm_medusa import sampler
-from vllm_medusa.sampler import Path, Verdict, dispatch
+from vllm_medusa.sampler import Path, Verdict
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
@@ -234,20 +234,6 @@ class Cases:
             same_path(path, sampler.typical_path(tree, case.token_ids, probs, *bounds.double()))
             accepted += int(path.num_accepted.sum())
         assert accepted > 5
-
-    def test_dispatch_passes_the_bounds_in_order(self):
-        case = make_case(3, 4, 20, 3)
-        logits = torch.randn(80, 30, generator=generator(4))
-        logits[:, :3] += 3
-        rows, bounds = torch.arange(80).view(4, 20), torch.tensor([[0.3] * 4, [0.9] * 4])
-        probs = logits[rows].double().softmax(-1)
-        expected, swapped = (
-            sampler.typical_path(case.tree, case.token_ids, probs, *both.double())
-            for both in (bounds, bounds.flip(0))
-        )
-        assert not torch.equal(expected.nodes, swapped.nodes)
-        given = [t.to(self.device) for t in (case.token_ids, logits, rows, *bounds)]
-        same_path(dispatch.typical_path(moved(case.tree, self.device), *given), expected)
 
     @pytest.mark.parametrize("nodes", [1, 2, 64, 65, 256])
     def test_boundaries_typical(self, nodes):

@@ -18,14 +18,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.ahead_of_time import compiling
+from support.in_torch import paged_tree_attention_torch
 from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
 from support.paged_batches import PADDING, Case, Request, chunk, decode, make_case, tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_medusa import kernels
-from vllm_medusa.scorer import dispatch, tiles
+from vllm_medusa.scorer import tiles
 from vllm_medusa.scorer.paged import FP8_DTYPES
-from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {F32: 1e-5, F16: 4 * 2**-10, BF16: 8 * 2**-7}
@@ -323,6 +323,8 @@ class TestOnGpu(Cases):
 
     def test_graph_capture_replays_with_new_lengths(self):
         """Captured with dummy lengths, replayed with real ones: the host must not read them."""
+        from vllm_medusa.scorer import launch
+
         case = self.make([tree(16, 90), tree(16, 200), PADDING], splits=4, dtype=F16)
         expected = case.run()
         batch = case.batch
@@ -330,7 +332,7 @@ class TestOnGpu(Cases):
         out = torch.zeros_like(case.query)
 
         def step():
-            dispatch.paged_tree_attention(
+            launch.paged_tree_attention(
                 case.query,
                 case.key_cache,
                 case.value_cache,
@@ -401,7 +403,7 @@ def test_a_call_creates_and_reads_no_tensor():
     case = make_case(MIXED, splits=3, sinks=True, window=9, dtype=F16, kv_dtype=FP8_DTYPES[0])
     caches, out = (case.key_cache, case.value_cache), torch.empty_like(case.query)
     with compiling(90), Record():
-        launch.paged_tree_attention_kernel(
+        launch.paged_tree_attention(
             case.query, *caches, case.batch, case.scale, out=out, **case.options
         )
     assert set(called) <= {"aten.view.dtype", "aten.detach.default"}
@@ -438,7 +440,7 @@ def test_it_compiles_without_a_gpu(monkeypatch, tmp_path, capability, shared, op
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
     case = make_case([tree(64, 100), tree(64, 3)], splits=3, **options)
     with compiling(capability) as compiled:
-        case.run(launch.paged_tree_attention_kernel)
+        case.run(launch.paged_tree_attention)
     assert set(compiled) == {"attend", "merge"}
     for kernel in compiled.values():
         assert kernel.metadata.shared <= shared * 1024

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.in_torch import attention_reference
 
 from vllm_medusa.kv import accepted_moves, copy_slots
 from vllm_medusa.kv.cpu import PackedCaches
 from vllm_medusa.scorer.latent import LatentLayout, LatentPlan, latent_attention
-from vllm_medusa.scorer.reference import attention_reference
 from vllm_medusa.tree.batch import TreeBatch
 
 RANK, WIDTH, HEADS, BLOCK = 24, 32, 3, 16

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from support.paged_trees import random_tree_batch
 
 from vllm_medusa.scorer.cpu import topologies, write_positions
-from vllm_medusa.scorer.positions import ragged_rows, write_node_positions
-from vllm_medusa.scorer.step import TreeStep
+from vllm_medusa.scorer.step import TreeStep, ragged_rows, write_node_positions
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 

@@ -19,9 +19,8 @@ def test_tensors_describe_the_tree(tree):
     assert tensors.num_nodes == tree.num_nodes
     assert tensors.parents.tolist() == list(tree.parents)
     assert tensors.depths.tolist() == list(tree.depths)
-    assert tensors.ranks.tolist() == list(tree.ranks)
-    assert (tensors.max_depth, tensors.head_widths) == (tree.max_depth, tree.head_widths)
-    for name in ("parents", "depths", "ranks", "ancestor_bits"):
+    assert (tensors.max_depth, tensors.width) == (tree.max_depth, max(tree.head_widths, default=0))
+    for name in ("parents", "depths", "places", "ancestor_bits"):
         assert getattr(tensors, name).dtype == torch.int64
     assert torch.equal(unpack_ancestors(tensors.ancestor_bits, tree.num_nodes), tensors.ancestors)
     assert tensors.ancestors.sum(1).tolist() == [depth + 1 for depth in tree.depths]
@@ -59,7 +58,7 @@ def test_a_prefix_of_the_tensors_is_the_truncated_tree(size):
     tree = TokenTree.from_paths([*tree.paths, *[(rank,) for rank in range(4, 20)]])
     tensors = TreeTensors.from_tree(tree).prefix(size)
     expected = TreeTensors.from_tree(tree.prefix(size))
-    for name in ("parents", "depths", "ranks", "ancestor_bits", "ancestors"):
+    for name in ("parents", "depths", "ancestor_bits", "ancestors"):
         assert torch.equal(getattr(tensors, name), getattr(expected, name)), name
     assert tensors.num_nodes == size
     assert tensors.max_depth == tree.max_depth  # still an upper bound

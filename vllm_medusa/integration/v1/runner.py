@@ -248,7 +248,7 @@ class MedusaModelRunner(CPUModelRunner):
         sample_hidden_states: Tensor,
         *states: Any,
     ) -> Any:
-        """The drafter's input, see `request_trees.Drafter`: hidden states [B, H]."""
+        """The drafter's input, see `drafter.Drafter`: hidden states [B, H]."""
         if step is None or verdict is None:
             return sample_hidden_states
         return sample_hidden_states[step.cu_nodes[:-1] + verdict.path.last_node]

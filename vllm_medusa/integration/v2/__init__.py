@@ -17,7 +17,7 @@ what changes because drafts are a tree instead of a *chain*:
       prepare_inputs                    RequestTrees.               RoPE by depth; slots by index
                                           write_positions
       custom_sampler                    sampler.TreeSampler       a token sampled at every node, and
-                                                                  the walk down (sampler.dispatch)
+                                                                  the walk down (sampler.launch)
       postprocess_state                 compaction                compacts the accepted path's KV
 
 With an EAGLE drafter the speculator is eagle.EagleTreeSpeculator: its prefill takes the accepted

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_medusa.integration.attention import platform_attention
 from vllm_medusa.integration.request_trees import RequestTrees
-from vllm_medusa.sampler.dispatch import target_verdict, typical_path
+from vllm_medusa.sampler import launch
 from vllm_medusa.scorer.step import Trees as TreesOf
 
 
@@ -55,7 +55,7 @@ def warm_up_rules(trees: TreesOf, nodes: int, logits: Tensor) -> None:
     for width in (*(n for n in (16, 32, 64, 128, 192) if n < nodes), nodes):
         tree = trees(width, torch.ones(1, dtype=torch.int64, device=device))
         ids = torch.zeros(1, width, dtype=torch.int64, device=device)
-        target_verdict(tree, ids, ids)
+        launch.target_verdict(tree, ids, ids)
         for rows in (logits[:1], logits):
             for given in (rows, torch.empty_like(rows, dtype=torch.float32).copy_(rows)):
-                typical_path(tree, ids, given, ids, one, one)
+                launch.typical_path(tree, ids, given, ids, one, one)

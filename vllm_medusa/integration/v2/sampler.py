@@ -38,8 +38,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from vllm_medusa.integration.request_trees import RequestTrees
-from vllm_medusa.sampler import Verdict, close_path, combine, select_verdict
-from vllm_medusa.sampler.dispatch import target_verdict, typical_path
+from vllm_medusa.sampler import Verdict, close_path, combine, launch, select_verdict
 from vllm_medusa.scorer.chains import RowLayout, first_rows, height, lay_out
 from vllm_medusa.tree.batch import TreeBatch
 
@@ -183,10 +182,10 @@ class TreeSampler(RejectionSampler):
             part.seq_lens,
         )
         drawn = self._draw(processed, part)[part.index]  # int64 [B, N]
-        verdict = target_verdict(tree, ids, drawn)
+        verdict = launch.target_verdict(tree, ids, drawn)
         rule = requests.typical(part.slots)
         if rule is not None:
-            path = typical_path(tree, ids, processed, part.index, rule.epsilon, rule.delta)
+            path = launch.typical_path(tree, ids, processed, part.index, rule.epsilon, rule.delta)
             last = path.last_node.unsqueeze(1)
             final = drawn.gather(1, last).squeeze(1)
             if rule.any_greedy_root:

@@ -21,13 +21,13 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_medusa.integration.draft_messages import DraftMessage
-from vllm_medusa.integration.drafting import MedusaDrafter
 from vllm_medusa.integration.grammar import Candidates
+from vllm_medusa.integration.medusa_drafter import MedusaDrafter
 from vllm_medusa.integration.options import has_trees, is_eagle
 from vllm_medusa.integration.overrides import override
 from vllm_medusa.integration.request_trees import RequestTrees, tree_drafts
 from vllm_medusa.integration.target import adapted_heads, adapters_left_out
-from vllm_medusa.integration.v2.noise import HashedNoise, persistent_draws
+from vllm_medusa.integration.v2.kernel import HashedNoise, persistent_draws
 from vllm_medusa.integration.v2.state import tree_model_state
 from vllm_medusa.lookup.search import continuations, join
 from vllm_medusa.sampler import Verdict
@@ -157,7 +157,7 @@ class TreeSpeculator(DraftModelSpeculator):
         drafts: bool,
         dummy_run: bool,
     ) -> Any:
-        """The drafter's input, see `request_trees.Drafter`: hidden states [B, H].
+        """The drafter's input, see `drafter.Drafter`: hidden states [B, H].
 
         Args:
             batch: of B requests.

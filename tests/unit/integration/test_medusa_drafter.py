@@ -20,12 +20,12 @@ from vllm_medusa.config import AcceptanceConfig
 from vllm_medusa.heads.checkpoint import load_heads, save_heads
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.integration import compat, drafting, sharding
-from vllm_medusa.integration.drafting import MedusaDrafter
+from vllm_medusa.integration import compat, medusa_drafter, sharding
+from vllm_medusa.integration.medusa_drafter import MedusaDrafter
 from vllm_medusa.integration.options import TreeSettings
 from vllm_medusa.integration.target import store_target_rows
 from vllm_medusa.integration.v2 import speculator
-from vllm_medusa.proposer.sharded import VocabShard
+from vllm_medusa.proposer.topk import VocabShard
 from vllm_medusa.tree import TokenTree
 
 
@@ -108,7 +108,7 @@ def test_a_rank_never_loads_rows_of_others(tmp_path, monkeypatch):
         devices.extend(parameter.device.type for parameter in heads.parameters())
         return heads, info
 
-    monkeypatch.setattr(drafting, "load_heads", load)
+    monkeypatch.setattr(medusa_drafter, "load_heads", load)
     group = SimpleNamespace(rank_in_group=1, world_size=2)
     monkeypatch.setattr(sharding, "get_tp_group", lambda: group)
     monkeypatch.setattr(sharding, "FEWEST_IDS", 1)

@@ -18,13 +18,11 @@ from vllm_medusa.integration import compat, sharding
 from vllm_medusa.integration.options import TreeSettings
 from vllm_medusa.integration.target import adapted_heads, adapters_left_out, store_target_rows
 from vllm_medusa.noise import LevelNoise, Noise, Stream
-from vllm_medusa.proposer.build import build_tree, fill_tree
+from vllm_medusa.proposer.build import build_tree, fill_tree, source_on, tensors_on
 from vllm_medusa.proposer.choices import Choices, read_choices, read_choices_sharded
-from vllm_medusa.proposer.dispatch import propose
 from vllm_medusa.proposer.hydra import HydraBeam
-from vllm_medusa.proposer.propose_tree import source_on, tensors_on
-from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.proposer.steps import Embed, HydraStep, MedusaStep, Stages
+from vllm_medusa.proposer.topk import VocabShard
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.draft_trees import DraftTrees
@@ -165,7 +163,7 @@ class MedusaDrafter:
         min_survival: float | None = None,
         stream: Stream | None = None,
     ) -> DraftTrees:
-        """See `request_trees.Drafter`; a static tree is drafted whole."""
+        """See `drafter.Drafter`; a static tree is drafted whole."""
         noise = None if stream is None else Noise(stream, self._scored)
         if self.beam is not None:
             assert isinstance(self._source, Beam)
@@ -188,18 +186,14 @@ class MedusaDrafter:
                 self._sharpness,
                 self._read,
                 noise,
-                None if min_survival is None else self.stages,
+                None if min_survival is None or self.tree is not None else self.stages,
                 max_depth,
                 min_survival or 0.0,
             )
         if self.tree is None:
             return build_tree(step, self._source, root, num_nodes, max_depth, limit)
-        if isinstance(step, HydraStep):
-            assert isinstance(self.options.tree, TokenTree)
-            return DraftTrees.static(self.tree, fill_tree(step, self.options.tree, root))
-        scores, mapped = step.scores(self.tree.max_depth), self.heads.token_map
-        tokens = propose(scores, self.tree, mapped, self._shard, sharding.all_gather)
-        return DraftTrees.static(self.tree, tokens)
+        assert isinstance(self.options.tree, TokenTree)
+        return fill_tree(step, self.options.tree, root)
 
     propose = draft  # vLLM requires the name of custom proposers; the runner calls `draft`
 

@@ -1,13 +1,44 @@
-"""`dispatch.paged_tree_attention` in torch, one request at a time, for devices without Triton."""
+"""What the Triton kernels compute, in torch: the expectations of their tests."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from vllm_medusa.kv import accepted_moves, copy_slots
+from vllm_medusa.kv.kernel import LayerCaches
+from vllm_medusa.sampler import Path, typical
 from vllm_medusa.scorer.paged import FP8_DTYPES, PagedBatch
-from vllm_medusa.scorer.reference import attention_reference
 from vllm_medusa.tree.ancestors import unpack_ancestors
+from vllm_medusa.tree.batch import TreeBatch
+
+
+def attention_reference(
+    query: Tensor,  # [n, Hq, D]
+    keys: Tensor,  # [L, Hkv, D]
+    values: Tensor,  # [L, Hkv, D]
+    seen: Tensor,  # bool [n, L]
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,  # [Hq]
+) -> Tensor:
+    """Attend the rows of one request to their visible keys; keys that no row sees may be NaN.
+
+    Returns fp64 [n, Hq, D], 0 for a row that sees nothing.
+    """
+    used = seen.any(0)
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (t[used].double().repeat_interleave(group, 1) for t in (keys, values))
+    logits = torch.einsum("nhd,lhd->nhl", query.double(), keys) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~seen[:, used].unsqueeze(1), float("-inf"))
+    total = torch.logsumexp(logits, 2)  # [n, Hq]
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.double())
+    shift = total.masked_fill(total == float("-inf"), 0.0)
+    weights = torch.exp(logits - shift.unsqueeze(2))
+    return torch.einsum("nhl,lhd->nhd", weights, values)
 
 
 def paged_tree_attention_torch(
@@ -24,7 +55,7 @@ def paged_tree_attention_torch(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Attend in fp64; ``out`` may be fp64 here. Reads lengths on the host."""
+    """`launch.paged_tree_attention` in fp64, request by request; ``out`` may be fp64."""
     block_size = key_cache.shape[1]
     starts = batch.cu_query_lens.tolist()
     for b, length in enumerate(batch.seq_lens.tolist()):
@@ -71,3 +102,25 @@ def _tokens(cache: Tensor, blocks: Tensor, offsets: Tensor, factor: Tensor | Non
     else:
         tokens = cache[blocks, offsets].double()
     return tokens if factor is None else tokens * factor.double().reshape(())
+
+
+def compact_layers_torch(
+    layers: LayerCaches, slots: Tensor, path_nodes: Tensor, num_accepted: Tensor
+) -> None:
+    """`kv.kernel.compact_layers`."""
+    src, dst = accepted_moves(slots, path_nodes, num_accepted)
+    for cache in layers.caches:
+        copy_slots(cache, src, dst, layers.slot_dims)
+
+
+def typical_path_torch(
+    tree: TreeBatch,
+    token_ids: Tensor,
+    logits: Tensor,
+    row_of_node: Tensor,
+    epsilon: Tensor,
+    delta: Tensor,
+) -> Path:
+    """`sampler.launch.typical_path`, up to rounding."""
+    probs = logits[row_of_node].softmax(-1, dtype=torch.float32)  # [B, N, V]
+    return typical.typical_path(tree, token_ids, probs, epsilon, delta)
