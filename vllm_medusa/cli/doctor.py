@@ -139,8 +139,14 @@ def _compile() -> str:
 
 
 def _engine(model: str, heads: str | None) -> str:
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    logging.getLogger("vllm.medusa").setLevel(logging.WARNING)  # about the heads
     config = medusa_config(heads, {} if heads else {"lookup": True})
-    refuse_unserved({"model": model, "speculative_config": config})
+    quiet = {"vllm": logging.ERROR, "vllm.medusa": logging.WARNING}  # the latter: about the heads
+    levels = {name: logging.getLogger(name).level for name in quiet}
+    try:
+        for name, level in quiet.items():
+            logging.getLogger(name).setLevel(level)
+        refuse_unserved({"model": model, "speculative_config": config})
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
     return f"{model} with {heads or 'lookup'} would start"

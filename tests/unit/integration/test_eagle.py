@@ -119,8 +119,6 @@ def test_without_a_tree_vllms_path_is_used(target: str, drafter: Path) -> None:
         ({"tree": "chain", "lookup": True}, "lookup is True, which needs dynamic trees"),
         ({"lookup": 1}, "lookup is 1; use true or false"),
         ({"method": "eagle"}, "or to another method"),
-        ({"vllm": {"data_parallel_size": 2}}, "data_parallel_size is 2"),
-        ({"vllm": {"enable_lora": True}}, "LoRA adapters"),
         ({"vllm": {"async_scheduling": True}}, "async scheduling"),
         ({"vllm": {"max_num_seqs": 64, "max_num_batched_tokens": 512}}, "has 640 rows; a step"),
         ({"vllm": {"max_model_len": 50}}, "need 50 cache slots"),

@@ -62,7 +62,6 @@ def test_without_a_tree_vllms_path_is_used(config: Config) -> None:
             r"MTP module of .* has a sliding window \(64\).* Omit",
         ),
         ("Llama", {}, "LlamaForCausalLM.* has no MTP module that vLLM supports. Use"),
-        ("DeepseekV3", {"num_nextn_predict_layers": 1}, "type DeepSeekMTPModel; .* Omit"),
         ("Qwen3Next", {}, "type Qwen3NextMTP; trees support only MiMoMTPModel.* Omit"),
     ],
 )
@@ -81,8 +80,6 @@ def test_other_targets(
         ({"tree": "chian"}, {}, "tree is 'chian'; use"),
         ({"tree": "chain", "lookup": True}, {}, "lookup is True, which needs dynamic trees"),
         ({"method": "mimo_mtp"}, {}, "method is 'mimo_mtp'.* \"mtp\""),
-        ({}, {"enable_lora": True}, "LoRA adapters"),
-        ({}, {"data_parallel_size": 2}, "data_parallel_size is 2"),
         ({}, {"max_model_len": 50}, "need 50 cache slots"),
     ],
 )
