@@ -24,7 +24,7 @@ setup:  ## create the virtual environment: vLLM for CPU, no CUDA packages
 demo: setup  ## compare plain vLLM and tree drafts on a chat model, side by side
 	@$(BIN)/python -m demo $(DEMO_ARGS)
 
-drafters: setup  ## train the demo's drafters (hours; CONVERSATIONS=7500 for more texts)
+drafters: setup  ## train the demo's drafters (hours; CONVERSATIONS=8000 for more texts)
 	@$(BIN)/python -m demo.smollm2 .demo/target
 	@demo/train_drafters.sh
 

@@ -113,6 +113,9 @@ inline bool tiles_allowed() {
 #endif
 }
 
+// GCC 12's tile loads do not say that they read memory: before them, it may not delay stores.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
 // AMX tiles of the calling thread while it exists, if allowed: all have 16 rows of 64 bytes.
 struct Tiles {
 #ifdef __AMX_TILE__
@@ -123,6 +126,7 @@ struct Tiles {
   };
   Tiles() {
     static const Config config;
+    finish_stores();
     if (tiles_allowed()) _tile_loadconfig(&config);
   }
   ~Tiles() {

@@ -70,6 +70,7 @@ class InspectOptions(Options):
 
 def run_inspect(options: InspectOptions, progress: ConsoleProgress) -> int:
     """Inspect, and print the results; returns the exit status."""
+    from vllm_medusa.heads.checkpoint import IsDrafter
     from vllm_medusa.heads.eagle import EagleInspection, inspect_eagle
     from vllm_medusa.heads.inspection import Inspection, inspect_heads
     from vllm_medusa.heads.model import HeadsError
@@ -86,7 +87,9 @@ def run_inspect(options: InspectOptions, progress: ConsoleProgress) -> int:
     except (HeadsError, OSError) as error:
         try:
             found, what = inspect_eagle(*places, revision=options.revision), "an EAGLE drafter"
-        except (HeadsError, OSError):
+        except (HeadsError, OSError) as second:
+            if isinstance(error, IsDrafter):
+                error = second
             if not options.json:
                 raise error from None
             print(json.dumps({"source": options.path, "error": str(error)}))

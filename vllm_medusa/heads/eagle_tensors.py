@@ -19,6 +19,12 @@ from vllm_medusa.heads.model import HeadsError
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MIN_WINDOW = 64  # tokens of plain steps wait in the window for the drafter, at most 32
 P_EAGLE = "P-EAGLE"
+_COUNTS = (
+    "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "intermediate_size", "draft_vocab_size", "target_hidden_size", "sliding_window",
+)  # fmt: skip
+_ALWAYS = ("hidden_size", "vocab_size", "num_hidden_layers")  # None is not allowed
+_LISTS = ("architectures", "layer_types", LAYER_IDS)
 
 _MODULES = {  # architecture, by vLLM's rules -> the layer's kind
     "EagleLlamaForCausalLM": "llama",
@@ -100,6 +106,7 @@ class Layout:
         specs = files.specs(names.values())
         shapes = {name: specs[stored].shape for name, stored in names.items()}
         flat = flat_config(config)
+        _check_types(files.label, flat)
         hidden: Any = flat.get("hidden_size")
         vocab: Any = flat.get("vocab_size")
         extra = flat.get("eagle_config")
@@ -229,6 +236,8 @@ class Layout:
                 f"its architecture is {self.architecture}; trees support only {known}. Correct its "
                 'config.json, or omit "tree"'
             )
+        if (act := self.config.get("hidden_act", "silu")) != "silu":
+            yield f"its activation (hidden_act) is {act!r}; vLLM's module has only 'silu'"
         if self.norm_before_fc and self.fc_norm:
             yield (
                 "its config has both norm_before_fc and fc_norm, which exclude each other. Keep "
@@ -269,6 +278,21 @@ class Layout:
                 )
                 remedy = remedy or 'Use another drafter, or vLLM\'s own chains: omit the "tree"'
                 yield f'it has "{name}", which vLLM does not read with its config. {remedy}'
+
+
+def _check_types(label: str, config: Mapping[str, Any]) -> None:
+    """Refuse values in a config whose type would raise an error later, or be misread."""
+    for key in (*_COUNTS, *_LISTS):
+        value = config.get(key)
+        if value is None and (key not in config or key not in _ALWAYS):
+            continue
+        if key in _COUNTS and not (type(value) is int and value > 0):
+            wanted = "a positive integer"
+        elif key in _LISTS and not isinstance(value, list | tuple):
+            wanted = "a list"
+        else:
+            continue
+        raise HeadsError(f"{label}: its config.json has {key} = {value!r}; it must be {wanted}")
 
 
 def bare_names(files: CheckpointFiles) -> dict[str, str]:

@@ -1,8 +1,9 @@
 // Tree attention over vLLM's paged CPU cache; `scorer/cpu.py` calls it, `kernels.py` compiles it.
 //
-// A work item is a tile of at most 8 query rows of one request and key head, and a part of its
-// keys: logits of all of them in fp32, a softmax, a weighted sum of values. vLLM's own kernel
-// computes in fp32 too. Parts of one tile are merged afterwards by their sums of exponentials.
+// A work item is a tile of at most 8 query rows (16 with AMX) of one request and key head, and a part
+// of its keys: logits of all of them in fp32, a softmax, a weighted sum of values (with AMX of
+// weights in bf16). vLLM's own kernels do the same. Parts of one tile are merged afterwards by their
+// sums of exponentials.
 extern "C" {
 
 struct Plan {
@@ -102,7 +103,7 @@ template <class T, bool paired> struct Products {
   }
 };
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 // With AMX tiles, for which the paired layout is made.
 template <> struct Products<BFloat16, true> {
   static constexpr int TILE = 16, STEP = 32;
@@ -116,6 +117,7 @@ template <> struct Products<BFloat16, true> {
       const __m256bh part = _mm512_cvtneps_pbh((__m512)load(from + i));
       std::memcpy(found.data() + i, &part, sizeof(part));
     }
+    finish_stores();
     return found;
   }
 
@@ -157,6 +159,7 @@ template <> struct Products<BFloat16, true> {
             if (t + k < item.lo || t + k >= item.hi)
               for (int64_t c = 0; c < 32; c++) known[c / 16][k / 2 * 32 + c % 16 * 2 + k % 2] = 0;
           first = known[0], second = known[1];
+          finish_stores();
         }
         _tile_loadd(2, weights + i, 2 * at.length);
         _tile_loadd(3, first, 64);

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.commands import run, said
 from support.conversion import convert
 from support.eagle import Eagle1, Eagle3
 
@@ -143,3 +144,22 @@ def test_quantized_tensors_are_not_checked(tmp_path: Path) -> None:
         "quantized (fp8): they were not checked",
         "200 of 512 tokens",
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("num_hidden_layers", "1", "a positive integer"),
+        ("num_hidden_layers", None, "a positive integer"),
+        ("sliding_window", "10", "a positive integer"),
+        ("hidden_size", "576", "a positive integer"),
+        ("layer_types", 3, "a list"),
+        ("eagle_aux_hidden_state_layer_ids", 5, "a list"),
+    ],
+)
+def test_values_of_other_types_are_named(tmp_path, capsys, key, value, wanted):
+    Eagle3(torch.zeros(90, 48), torch.arange(60), (1, 2, 3)).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    assert run("inspect", tmp_path) == 2
+    assert f"{key} = {value!r}; it must be {wanted}" in said(capsys)
