@@ -237,7 +237,10 @@ class Layout:
                 'config.json, or omit "tree"'
             )
         if (act := self.config.get("hidden_act", "silu")) != "silu":
-            yield f"its activation (hidden_act) is {act!r}; vLLM's module has only 'silu'"
+            yield (
+                f"its activation (hidden_act) is {act!r}; vLLM's module has only 'silu'. Use "
+                "another drafter"
+            )
         if self.norm_before_fc and self.fc_norm:
             yield (
                 "its config has both norm_before_fc and fc_norm, which exclude each other. Keep "
@@ -292,7 +295,10 @@ def _check_types(label: str, config: Mapping[str, Any]) -> None:
             wanted = "a list"
         else:
             continue
-        raise HeadsError(f"{label}: its config.json has {key} = {value!r}; it must be {wanted}")
+        raise HeadsError(
+            f"{label}: its config.json has {key} = {value!r}; it must be {wanted}. Correct it, or "
+            "get the file from its source again"
+        )
 
 
 def bare_names(files: CheckpointFiles) -> dict[str, str]:

@@ -86,7 +86,10 @@ def _unsupported(config: Any) -> Iterator[str]:
             "with vLLM's V1 model runner. Omit method='medusa'."
         )
     if model.use_mla and hasattr(model.hf_text_config, "index_topk"):
-        yield f"{model.model} uses sparse MLA (index_topk), which trees do not support."
+        yield (
+            f"{model.model} uses sparse MLA (index_topk), which trees do not support. Omit "
+            "method='medusa'."
+        )
     if model.is_hybrid or model.is_attention_free or model.has_inner_state:
         yield (
             f"{model.model} keeps recurrent state (hybrid or state-space layers), which can't "

@@ -163,3 +163,13 @@ def test_values_of_other_types_are_named(tmp_path, capsys, key, value, wanted):
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     assert run("inspect", tmp_path) == 2
     assert f"{key} = {value!r}; it must be {wanted}" in said(capsys)
+
+
+def test_another_activation_is_refused(tmp_path):
+    Eagle3(torch.zeros(90, 48), torch.arange(60), (1, 2, 3)).save(tmp_path)
+    assert not any("hidden_act" in check.text for check in inspect_eagle(tmp_path).checks)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    found = inspect_eagle(tmp_path)
+    assert not found.fits
+    assert any("hidden_act) is 'gelu'" in check.text for check in found.checks)
