@@ -214,7 +214,7 @@ def test_drafting_pauses_if_the_gain_is_small(gain, requests):
     cost_factor = serve(server, STEPS, NODES).speed() / plain.speed() / gain
     record = serve(server, STEPS, new_policy())
     assert record.speed() >= 0.985 * plain.speed()
-    assert np.mean(record.drafting) < (0.2 if gain < 1 else 0.6)
+    assert gain == 1.0 or np.mean(record.drafting) < 0.2  # at 1.0, the likeliest drafts may pay
 
 
 def test_drafting_ends_where_it_is_slower_than_expected():
