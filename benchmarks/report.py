@@ -128,6 +128,8 @@ def _lines(rows: Sequence[Mapping[str, Any]], y: str, plot: Plot, panel: Any) ->
         panel.errorbar([row[plot.x] for row in own], values, spread, label=name, marker=".")
     if plot.log:
         panel.set_xscale("log", base=2)
+        panel.set_xticks(sorted({row[plot.x] for row in rows}))
+        panel.xaxis.set_major_formatter("{x:g}")
     temperature = f"T {rows[0]['temperature']:g}" if "temperature" in rows[0] else ""
     panel.set(xlabel=plot.x.replace("_", " "), ylabel=y.replace("_", " "), title=temperature)
     panel.legend(fontsize=7)
