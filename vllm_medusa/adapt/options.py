@@ -38,9 +38,6 @@ class AdaptOptions(EngineOptions, PromptFile):
     target: Model = option("a folder or a hub name", positional=True)
     output: Path = option("folder for the heads and their report", "-o")
     work: Path | None = option("folder for records, logs...", default=None, shown="OUTPUT.work")
-    batch: Positive | None = option(  # type: ignore[assignment]
-        "number of concurrent prompts", default=None, shown="64, fewer if memory is limited"
-    )
     samples: Samples = option("texts per prompt", default=1)
     max_tokens: Positive = option("max tokens per answer", default=512)
     temperature: AtLeastZero = option(

@@ -99,7 +99,6 @@ def stages_of(plan: Plan, at: Callable[[str], Path]) -> list[Stage]:
                 output=here / RECORDS,
                 overwrite=False,
                 temperature=(options.temperature,),
-                batch=plan.engine.batch,
                 engine_args=plan.engine.arguments | options.engine_args,
             ),
             [RECORDS],

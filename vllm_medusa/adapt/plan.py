@@ -30,7 +30,6 @@ from vllm_medusa.offline.defaults import (
 )
 from vllm_medusa.offline.engine import start_seconds
 from vllm_medusa.offline.machine import fast_bfloat16
-from vllm_medusa.offline.options import EngineOptions
 from vllm_medusa.offline.prompts import Prompt, load_prompts
 from vllm_medusa.options import Dtype, values_of
 
@@ -89,27 +88,26 @@ def check(options: AdaptOptions, progress: Progress) -> Plan:
     limits = [n for n in (given, sizes.positions) if isinstance(n, int) and n > 0]
     lengths = _measure(prompts, options, tokenizer, min(limits, default=None), progress)
     positions = [length.positions(options.max_tokens) for length in lengths]
-    room = min(limits, default=max(positions))
-    prompt_tokens, written = count_tokens(lengths, options.samples, options.max_tokens, room)
+    work = Work(options, target, sizes, lengths, min(limits, default=max(positions)))
     engine = plan_engine(
         options.target,
         [n for n in positions for _ in range(options.samples)],
-        options.batch or EngineOptions.batch,
+        options.batch,
         given,
         dtype=options.dtype,
-        tokens=written,
+        tokens=work.written,
     )
-    files, states = disk_bytes(prompt_tokens, written, options, target, sizes.weights)
+    eager = "enforce_eager" in engine.arguments
+    files, states = work.disk_bytes()
     _check_disk(options, files, states)
-    times = expected_seconds(prompt_tokens, written, options, target, sizes, engine)
-    about = {name: duration(seconds) for name, seconds in times.items()}
+    about = {name: duration(time) for name, time in work.seconds(eager=eager).items()}
     memory = "" if engine.memory is None else f", {engine.memory / 1e9:.1f} GB of memory"
     progress.note(
         f"dtype {options.dtype}{f' ({why})' * bool(why)}; up to {(files + states) / 1e9:.2g} GB of "
         f"disk in {options.work_folder}\n"
         f"  distill  {options.samples * len(lengths)} texts of up to {options.max_tokens} new "
-        f"tokens (prompts: {prompt_tokens} tokens), {engine.batch} at a time by vLLM "
-        f"({'compiled' if engine.compiled else 'eager'}{memory}): about {about['distill']}\n"
+        f"tokens (prompts: {work.prompts} tokens), {options.batch} at a time by vLLM "
+        f"({'eager' if eager else 'compiled'}{memory}): about {about['distill']}\n"
         f"  train    {options.heads.kind}, {plural(options.training.epochs, 'epoch')}: about "
         f"{about['train']}\n"
         f"  compare  vLLM with it against plain vLLM: about {about['compare']}"
@@ -231,65 +229,62 @@ def _check_disk(options: AdaptOptions, files: int, states: int) -> None:
             )
 
 
-def count_tokens(
-    lengths: Sequence[Length], samples: int, max_tokens: int, room: int
-) -> tuple[int, int]:
-    """Number of prompt tokens, and max number of answer tokens, with ``samples`` texts per prompt.
+class Work:
+    """The size of an adapt run.
 
-    No text exceeds ``room`` positions.
+    Attributes:
+        prompts: number of prompt tokens, with ``samples`` texts per prompt.
+        written: max number of answer tokens.
+
     """
-    prompts = sum(min(each.whole, room) for each in lengths)
-    written = sum(max(0, min(each.positions(max_tokens), room) - each.whole) for each in lengths)
-    return samples * prompts, samples * written
 
+    def __init__(
+        self,
+        options: AdaptOptions,
+        target: dict[str, Any],  # fingerprint
+        sizes: TargetSizes,
+        lengths: Sequence[Length],
+        room: int,  # max positions of a text
+    ) -> None:
+        self.options, self.sizes = options, sizes
+        self.hidden, self.vocab = target.get("hidden_size") or 0, target.get("vocab_size") or 0
+        wholes = [(min(n.whole, room), min(n.positions(options.max_tokens), room)) for n in lengths]
+        self.prompts = options.samples * sum(before for before, _ in wholes)
+        self.written = options.samples * sum(after - before for before, after in wholes)
 
-def disk_bytes(
-    prompt_tokens: int, written: int, options: AdaptOptions, target: dict[str, Any], weights: int
-) -> tuple[int, int]:
-    """Bytes of all files except hidden states, and bytes of hidden states."""
-    hidden, drafter = target.get("hidden_size") or 0, options.heads.kind == "eagle3"
-    files = _head_values(options, target) * 4 * 6  # state, copies, result
-    files += 2 * weights * (options.method == "medusa-2")
-    files += 2 * (prompt_tokens + written) * _RECORD_BYTES
-    width = 4 if options.dtype in ("auto", "float32") else 2
-    layers, rows = (4, written + prompt_tokens) if drafter else (1, written)
-    return files, min(rows * hidden * layers * width, int(options.cache.cache_gb * 1e9))
+    def head_values(self, vocab: int) -> int:
+        """Approximate number of trained weights per position, for a vocabulary."""
+        heads, hidden = self.options.heads, self.hidden
+        if heads.kind == "eagle3":
+            return 16 * hidden * hidden + vocab * hidden
+        return heads.num_heads * (heads.num_layers * hidden + vocab) * hidden
 
+    def disk_bytes(self) -> tuple[int, int]:
+        """Bytes of all files except hidden states, and bytes of hidden states."""
+        options, tokens = self.options, self.prompts + self.written
+        files = self.head_values(self.vocab) * 4 * 6  # state, copies, result
+        files += 2 * self.sizes.weights * (options.method == "medusa-2")
+        files += 2 * tokens * _RECORD_BYTES
+        width = 4 if options.dtype in ("auto", "float32") else 2
+        rows = 4 * tokens if options.heads.kind == "eagle3" else self.written
+        return files, min(rows * self.hidden * width, int(options.cache.cache_gb * 1e9))
 
-def expected_seconds(
-    prompt_tokens: int,
-    written: int,
-    options: AdaptOptions,
-    target: dict[str, Any],
-    sizes: TargetSizes,
-    engine: EnginePlan,
-) -> dict[str, float]:
-    """Estimated times of the longer stages, within a factor of about two."""
-    flops, bandwidth = _speeds()
-    token = 2 * sizes.values / flops  # seconds per token of the target, in large batches
-    step = max(sizes.weights / bandwidth, engine.batch * token)
-    row = 6 * _head_values(options, target, largest=16_384) / flops
-    read = (prompt_tokens + written) * token
-    epochs = options.training.epochs
-    if options.method == "medusa-2":  # forward passes of both targets, backward of one
-        read *= 1 + _JOINT_PASSES * options.joint.joint_epochs
-        epochs += options.joint.joint_epochs
-    return {
-        "distill": start_seconds(engine.arguments)
-        + prompt_tokens * token
-        + written / engine.batch * step,
-        "train": read + epochs * written * row,
-        "compare": options.measure_seconds + 4 * start_seconds({"enforce_eager": True}),
-    }
-
-
-def _head_values(options: AdaptOptions, target: dict[str, Any], largest: int = 1 << 31) -> int:
-    """Approximate number of trained weights per position; max vocabulary ``largest``."""
-    hidden, vocab = target.get("hidden_size") or 0, min(target.get("vocab_size") or 0, largest)
-    heads = options.heads
-    if heads.kind == "eagle3":
-        return 16 * hidden * hidden + vocab * hidden
-    return heads.num_heads * (heads.num_layers * hidden + vocab) * hidden
+    def seconds(self, *, eager: bool) -> dict[str, float]:
+        """Estimated times of the longer stages, within a factor of about two."""
+        options, start = self.options, start_seconds({"enforce_eager": eager})
+        flops, bandwidth = _speeds()
+        token = 2 * self.sizes.values / flops  # seconds per token of the target, in large batches
+        step = max(self.sizes.weights / bandwidth, options.batch * token)
+        row = 6 * self.head_values(min(self.vocab, 16_384)) / flops
+        read, epochs = (self.prompts + self.written) * token, options.training.epochs
+        if options.method == "medusa-2":  # forward passes of both targets, backward of one
+            read *= 1 + _JOINT_PASSES * options.joint.joint_epochs
+            epochs += options.joint.joint_epochs
+        return {
+            "distill": start + self.prompts * token + self.written / options.batch * step,
+            "train": read + epochs * self.written * row,
+            "compare": options.measure_seconds + 4 * start_seconds({"enforce_eager": True}),
+        }
 
 
 def _speeds() -> tuple[float, float]:

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import nlargest
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.job import SILENT, Progress, plural
 from vllm_medusa.offline.conversations import prompt_ids
 from vllm_medusa.offline.machine import available_memory
 from vllm_medusa.offline.prompts import BadLines, Prompt, PromptError, settle_bad_lines
@@ -156,51 +155,7 @@ class EnginePlan:
     """Start-up settings of a job's engines."""
 
     arguments: dict[str, Any]  # further arguments of LLM
-    batch: int  # concurrent prompts
     memory: int | None = None  # bytes of all engines together; None: vLLM's default
-
-    @property
-    def compiled(self) -> bool:
-        """Whether vLLM compiles the model."""
-        return not self.arguments.get("enforce_eager")
-
-
-def fit(
-    sizes: TargetSizes,
-    lengths: Iterable[int],  # max positions of each text
-    batch: int,  # requested concurrent texts
-    available: int,  # bytes of memory
-    engines: int = 1,  # running concurrently
-) -> EnginePlan:
-    """Size the cache for the longest ``batch`` texts, or for as many of them as fit.
-
-    Raises ValueError: not even one text fits.
-    """
-    limit = sizes.positions
-    longest = nlargest(batch, (n if limit is None else min(n, limit) for n in lengths))
-    slots = [-(-(n + _DRAFTS) // _BLOCK) * _BLOCK for n in longest]
-    # one more block, which vLLM reserves
-    needed = [(_BLOCK + total) * sizes.per_token for total in accumulate(slots)]
-    fixed = sizes.weights + ENGINE_BYTES
-    maximum = int(_SHARE * (available / engines - fixed))
-    if needed[0] > maximum:
-        who = f"{engines} engines need" if engines > 1 else "an engine needs"
-        raise ValueError(
-            f"{who} {engines * (fixed + needed[0] / _SHARE) / 1e9:.1f} GB of memory for a single "
-            f"text of {longest[0]} tokens ({sizes.weights / 1e9:.1f} GB of weights, "
-            f"{needed[0] / 1e9:.2f} GB of cache each), but {available / 1e9:.1f} GB are available. "
-            "Free memory, lower the tokens per answer, omit the longest prompts, or use a "
-            "smaller --dtype."
-        )
-    together = sum(each <= maximum for each in needed)
-    cache = min(maximum, max(_MIN_CACHE, needed[together - 1]))
-    tokens = longest[0] + _SLACK
-    arguments = {
-        "max_model_len": tokens if limit is None else min(limit, tokens),
-        "kv_cache_memory_bytes": cache,
-    }
-    lowered = together if together < len(needed) else batch
-    return EnginePlan(arguments, lowered, engines * (fixed + cache))
 
 
 def plan_engine(
@@ -215,9 +170,11 @@ def plan_engine(
 ) -> EnginePlan:
     """Default engine arguments.
 
-    On CPUs a small job runs eagerly, which starts in seconds, and the key-value cache is just large
-    enough. On a GPU, several engines share its memory. Prefix caching is off, so that rounds are
-    comparable. Raises ValueError: see `fit`.
+    On CPUs a small job runs eagerly, which starts in seconds, and the key-value cache holds the
+    longest ``batch`` texts; if that is too much memory, vLLM runs fewer at a time. On a GPU,
+    several engines share its memory. Prefix caching is off, so that rounds are comparable.
+
+    Raises ValueError: not even one text fits.
     """
     import torch
 
@@ -225,10 +182,27 @@ def plan_engine(
     if torch.accelerator.is_available():
         if engines > 1:
             arguments["gpu_memory_utilization"] = round(_GPU_SHARE / engines, 2)
-        return EnginePlan(arguments, batch)
+        return EnginePlan(arguments)
     if tokens < COMPILE_FROM:
         arguments["enforce_eager"] = True
     if max_model_len is not None:
-        return EnginePlan(arguments, batch)
-    room = fit(TargetSizes.of(target, dtype), lengths, batch, available_memory(), engines)
-    return EnginePlan(arguments | room.arguments, room.batch, room.memory)
+        return EnginePlan(arguments)
+    sizes = TargetSizes.of(target, dtype)
+    limit = sizes.positions or 1 << 31
+    longest = nlargest(batch, (min(n, limit) for n in lengths))
+    slots = [-(-(n + _DRAFTS) // _BLOCK) * _BLOCK for n in longest]
+    # one more block, which vLLM reserves
+    one, all_ = ((_BLOCK + n) * sizes.per_token for n in (slots[0], sum(slots)))
+    fixed, available = sizes.weights + ENGINE_BYTES, available_memory()
+    room = int(_SHARE * (available / engines - fixed))
+    if one > room:
+        raise ValueError(
+            f"{plural(engines, 'engine')} with a text of {longest[0]} tokens: "
+            f"{engines * (fixed + one / _SHARE) / 1e9:.1f} GB of memory needed, "
+            f"{available / 1e9:.1f} GB available. Free memory, lower the tokens per answer, omit "
+            "the longest prompts, or use a smaller --dtype."
+        )
+    cache = min(room, max(_MIN_CACHE, all_))
+    arguments["max_model_len"] = min(limit, longest[0] + _SLACK)
+    arguments["kv_cache_memory_bytes"] = cache
+    return EnginePlan(arguments, engines * (fixed + cache))

@@ -153,7 +153,7 @@ def test_the_plan_is_printed_first(arguments, tmp_path, monkeypatch, capfd):
 def test_insufficient_memory(refused, monkeypatch):
     monkeypatch.setattr(defaults, "available_memory", lambda: 10**9)
     said = refused()
-    assert "an engine needs" in said and "1.0 GB are available" in said
+    assert "GB of memory needed" in said and "1.0 GB available" in said
 
 
 def test_missing_packages_are_named_with_their_extra(refused, monkeypatch):

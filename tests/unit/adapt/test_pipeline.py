@@ -46,14 +46,14 @@ class Run:
         self.failing: list[str] = []
         self.called: list[str] = []
         self.received: dict[str, Any] = {}
-        self.cache, self.batch, self.fastest = 1 << 30, 64, 3
+        self.cache, self.fastest = 1 << 30, 3
         self.rows = [row(1, 1.2, 1.25), row(3, 1.4, 1.5)]
         (folder / "prompts.jsonl").touch()
 
     def plan(self, **more: Any) -> Plan:
         files = {"prompts": self.folder / "prompts.jsonl", "output": self.folder / "heads"}
         options = AdaptOptions(target="target", **files, **more)
-        engine = EnginePlan({"kv_cache_memory_bytes": self.cache}, self.batch)
+        engine = EnginePlan({"kv_cache_memory_bytes": self.cache})
         return Plan(options, {"sha256": "f" * 64}, "a" * 64, engine)
 
     def run(self, *, publish: bool = False, **more: Any) -> dict[str, Path]:
@@ -137,7 +137,7 @@ def test_only_an_interrupted_stage_runs_again(adapt, name):
     folders = adapt.run()
     assert list(folders) == ALL
     assert adapt.called == ALL[ALL.index(name) :]
-    adapt.cache, adapt.batch = 1 << 28, 3  # other memory is not another stage
+    adapt.cache = 1 << 28  # other memory is not another stage
     assert adapt.run() == folders
     assert adapt.called == []
     noted = read_json(folders["train"] / "done.json")["outputs"]

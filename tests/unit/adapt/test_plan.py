@@ -1,48 +1,51 @@
 """Requirements of an adapt run: tokens, disk and time, as plain numbers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_medusa.adapt import plan
 from vllm_medusa.adapt.options import AdaptOptions, DrafterOptions
-from vllm_medusa.adapt.plan import count_tokens, disk_bytes, expected_seconds
-from vllm_medusa.offline.defaults import EnginePlan, Length, TargetSizes
+from vllm_medusa.adapt.plan import Work
+from vllm_medusa.offline.defaults import Length, TargetSizes
 
-TARGET = {"hidden_size": 576, "vocab_size": 49152}
+SIZES = TargetSizes(134_500_000, 269_000_000, 23040, 8192)
+
+
+def work(prompt: int, max_tokens: int, samples: int = 1, room: int = 1 << 31, **more: Any) -> Work:
+    files = {"prompts": Path("p.jsonl"), "output": Path("heads")}
+    more |= {"max_tokens": max_tokens, "samples": samples}
+    options = AdaptOptions(target="target", **files, **more)
+    target = {"hidden_size": 576, "vocab_size": 49152}
+    return Work(options, target, SIZES, [Length(prompt), Length(9 * prompt, 2)], room)
 
 
 def test_answers_fit_the_targets_context() -> None:
-    lengths = [Length(100), Length(900, 2)]
-    assert count_tokens(lengths, 2, 512, 1000) == (2000, 2 * (512 + 100))
+    found = work(100, 512, 2, room=1000)
+    assert (found.prompts, found.written) == (2000, 2 * (512 + 100))
 
 
 def test_states_are_cached_for_generated_tokens_up_to_the_limit() -> None:
-    def disk(prompt_tokens: int, written: int, **more: object) -> tuple[int, int]:
-        files = {"prompts": Path("p.jsonl"), "output": Path("heads")}
-        options = AdaptOptions(target="target", **files, dtype="bfloat16", **more)
-        return disk_bytes(prompt_tokens, written, options, TARGET, 269_000_000)
+    def disk(written: int, **more: Any) -> tuple[int, int]:
+        return work(6_800, written // 3, dtype="bfloat16", **more).disk_bytes()
 
-    files, states = disk(68_000, 136_000)
-    assert states == 136_000 * 576 * 2
+    files, states = disk(136_002)
+    assert states == 136_002 * 576 * 2
     assert files < 6e9
-    prompts_and_more_layers = disk(68_000, 136_000, heads=DrafterOptions(kind="eagle3"))[1]
-    assert prompts_and_more_layers == 204_000 * 4 * 576 * 2
-    assert disk(10**8, 10**9)[1] == 50e9
+    prompts_and_more_layers = disk(136_002, heads=DrafterOptions(kind="eagle3"))[1]
+    assert prompts_and_more_layers == 204_002 * 4 * 576 * 2
+    assert disk(10**9)[1] == 50e9
 
 
 def test_a_faster_machine_takes_less_but_measures_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, sizes = EnginePlan({}, 64), TargetSizes(134_500_000, 269_000_000, 23040, 8192)
-    files = {"prompts": Path("p.jsonl"), "output": Path("heads")}
-
-    def seconds(flops: float, **more: object) -> dict[str, float]:
+    def seconds(flops: float, **more: Any) -> dict[str, float]:
         monkeypatch.setattr(plan, "_speeds", lambda: (flops, 1e10))
-        options = AdaptOptions(target="target", **files, **more)
-        return expected_seconds(68_000, 136_000, options, TARGET, sizes, engine)
+        return work(6_800, 45_334, **more).seconds(eager=False)
 
     slow, fast = seconds(1e10), seconds(2e10)
     assert list(slow) == ["distill", "train", "compare"]
-    forward = 204_000 * 2 * sizes.values / 1e10  # a multiplication and an addition per weight
+    forward = 204_002 * 2 * SIZES.values / 1e10  # a multiplication and an addition per weight
     assert slow["distill"] == pytest.approx(75 + forward) and slow["train"] > 2 * forward
     assert slow["train"] == 2 * fast["train"]
     assert slow["distill"] > fast["distill"] > slow["distill"] / 2  # start-up takes constant time

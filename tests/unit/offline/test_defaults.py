@@ -4,7 +4,7 @@ import pytest
 
 from vllm_medusa.offline import defaults
 from vllm_medusa.offline.comparison import affordable
-from vllm_medusa.offline.defaults import COMPILE_FROM, ENGINE_BYTES, TargetSizes, fit, plan_engine
+from vllm_medusa.offline.defaults import COMPILE_FROM, TargetSizes, plan_engine
 
 GB = 10**9
 # 30 layers of 3 key-value heads of 64 values in bfloat16, as SmolLM2-135M has them
@@ -12,51 +12,37 @@ SMOL = TargetSizes(134_500_000, 269_000_000, per_token=2 * 30 * 3 * 64 * 2, posi
 CHATS = [600] * 339 + [1900]  # one long text among short prompts
 
 
-def test_a_long_prompt_does_not_affect_the_others() -> None:
-    fitted = fit(SMOL, CHATS, 64, 20 * GB)
-    assert fitted.batch == 64
-    assert 1900 < fitted.arguments["max_model_len"] < 2000
-    assert 63 * 600 + 1900 < fitted.arguments["kv_cache_memory_bytes"] / SMOL.per_token < 64 * 1100
-    assert fitted.memory < 4 * GB
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch):
+    def made(lengths, available=24 * GB, **more):
+        monkeypatch.setattr(defaults, "available_memory", lambda: available)
+        return plan_engine("target", lengths, 64, **more)
+
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr(TargetSizes, "of", lambda *_: SMOL)
+    return made
+
+
+def test_only_long_jobs_are_compiled_and_a_long_prompt_does_not_affect_the_others(plan) -> None:
+    assert "enforce_eager" in plan(CHATS, tokens=COMPILE_FROM - 1).arguments
+    long = plan(CHATS, tokens=COMPILE_FROM)
+    assert "enforce_eager" not in long.arguments
+    assert 1900 < long.arguments["max_model_len"] < 2000
+    assert 63 * 600 + 1900 < long.arguments["kv_cache_memory_bytes"] / SMOL.per_token < 64 * 1100
+    assert long.memory < 4 * GB
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("available", [5 * GB, 8 * GB, 24 * GB])
-def test_never_more_than_is_available(available: int, engines: int) -> None:
-    fitted = fit(SMOL, [8192] * 100, 64, available, engines)
-    assert fitted.memory <= available
-    assert fitted.arguments["kv_cache_memory_bytes"] >= 8192 * SMOL.per_token
-    assert fitted.batch <= 64
+def test_never_more_than_is_available(plan, available: int, engines: int) -> None:
+    planned = plan([8192] * 100, available, engines=engines)
+    assert planned.memory <= available
+    assert planned.arguments["kv_cache_memory_bytes"] >= 8192 * SMOL.per_token
 
 
-def test_the_batch_is_reduced_to_fit_the_cache() -> None:
-    large = fit(SMOL, [8192] * 100, 64, 24 * GB)
-    small = fit(SMOL, [8192] * 100, 64, 4 * GB)
-    assert 1 <= small.batch < large.batch <= 64
-    assert small.arguments["kv_cache_memory_bytes"] >= small.batch * 8192 * SMOL.per_token
-
-
-def test_too_little_memory_for_one_text_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"2 engines need .* of 8192 tokens .* 3\.0 GB are avail"):
-        fit(SMOL, [8192], 64, 3 * GB, engines=2)
-    with pytest.raises(ValueError, match=r"an engine needs 2\.\d GB .* 1\.6 GB are available"):
-        fit(SMOL, [8192], 64, ENGINE_BYTES)
-
-
-@pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(defaults, "available_memory", lambda: 24 * GB)
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    monkeypatch.setattr(TargetSizes, "of", lambda *_: SMOL)
-    return lambda *args, **more: plan_engine("target", CHATS, 64, *args, **more)
-
-
-def test_only_long_jobs_are_compiled(plan) -> None:
-    assert not plan(tokens=COMPILE_FROM - 1).compiled
-    long = plan(tokens=COMPILE_FROM)
-    assert long.compiled
-    assert 1900 < long.arguments["max_model_len"] < 2000
-    assert long.arguments["kv_cache_memory_bytes"] < 2 * GB
+def test_too_little_memory_for_one_text_is_refused(plan) -> None:
+    with pytest.raises(ValueError, match=r"2 engines .* of 8192 tokens.* 3\.0 GB available"):
+        plan([8192], 3 * GB, engines=2)
 
 
 @pytest.mark.parametrize(
