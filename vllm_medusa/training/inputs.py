@@ -1,4 +1,4 @@
-"""Common inputs of all methods: a target, identified by its weights, and records that fit it."""
+"""Inputs of all methods: a target, identified by its weights, and records that fit it."""
 
 from __future__ import annotations
 
@@ -14,67 +14,44 @@ from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.offline.records import Record, load_records, split_heldout
 from vllm_medusa.training.options import TextFiles, TrainOptions
 from vllm_medusa.training.rows import Texts
-from vllm_medusa.training.target import stored_dtype
 
-# keys of a target's config.json that do not affect its hidden states, or are recorded elsewhere
-_NOT_COMPUTED = (
-    *("_name_or_path", "architectures", "transformers_version"),
-    *("dtype", "torch_dtype", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
-    *("id2label", "label2id", "medusa", "medusa_2"),
-)
 _FILES = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
 
 
-class Inputs:
-    """A target and its texts.
+def read_texts(
+    options: TrainOptions, limits: dict[str, Any], progress: Progress = SILENT
+) -> tuple[list[Record], list[Record]]:
+    """The records to train on, and those to measure on, which may be none.
 
-    Attributes:
-        source: the target's folder or hub name.
-        fingerprint: fingerprint of its weights, see `heads.fingerprint.target_fingerprint`.
-        dtype: its weights' dtype, if it is in its config.
-        config: config.json keys that affect its hidden states, such as RoPE scaling.
-        train: records to train on.
-        heldout: records to measure on, with prompts not trained on; may be empty.
-
+    Raises PromptError: no such file, or bad lines without ``skip``; ValueError: no records, or
+    unusable ones.
     """
-
-    def __init__(self, options: TrainOptions, progress: Progress = SILENT) -> None:
-        """Read everything except the target's weights.
-
-        Raises PromptError: no such file, or bad lines without ``skip``; ValueError: no such target;
-        no records, or unusable ones.
-        """
-        files, self.source = options.files, options.model
-        config, self.fingerprint, written = identify(options.model)
-        self.dtype = stored_dtype(config)
-        self.config = {key: value for key, value in written.items() if key not in _NOT_COMPUTED}
-        limits = limits_of(options.model, config)
-        read = {
-            path: read_usable(path, limits, files.on_bad_line, progress)
-            for path in (files.data, files.heldout)
-            if path
-        }
-        self.train = read[files.data]
-        if not self.train:
-            raise ValueError(f"{files.data}: no usable records in it.")
-        if files.heldout is None:
-            try:
-                self.train, self.heldout = split_heldout(self.train, files.heldout_share)
-            except ValueError as error:
-                raise ValueError(
-                    f"{files.data}: {error} To train without measuring: --heldout-share 0."
-                ) from None
-        else:
-            self.heldout = _untrained(files, self.train, read[files.heldout], progress)
-        cut = sum(record.truncated for record in self.train)
-        if options.training.labels == "soft" and cut:
+    files = options.files
+    read = {
+        path: read_usable(path, limits, files.on_bad_line, progress)
+        for path in (files.data, files.heldout)
+        if path
+    }
+    train = read[files.data]
+    if not train:
+        raise ValueError(f"{files.data}: no usable records in it.")
+    if files.heldout is None:
+        try:
+            train, heldout = split_heldout(train, files.heldout_share)
+        except ValueError as error:
             raise ValueError(
-                f"{cut} of {len(self.train)} records were sampled with top_p or top_k, but soft "
-                "labels need full distributions. Train with --labels tokens, or distill without "
-                "these options."
-            )
-        progress.note(f"training on {_count(self.train)}; held out: {_count(self.heldout)}")
+                f"{files.data}: {error} To train without measuring: --heldout-share 0."
+            ) from None
+    else:
+        heldout = _untrained(files, train, read[files.heldout], progress)
+    cut = sum(record.truncated for record in train)
+    if options.training.labels == "soft" and cut:
+        raise ValueError(
+            f"{cut} of {len(train)} records were sampled with top_p or top_k, but soft labels need "
+            "full distributions. Train with --labels tokens, or distill without these options."
+        )
+    progress.note(f"training on {_count(train)}; held out: {_count(heldout)}")
+    return train, heldout
 
 
 def limits_of(source: str, config: Any) -> dict[str, Any]:

@@ -27,25 +27,36 @@ from vllm_medusa.training.draft_vocab import (
     usual_size,
 )
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.inputs import Inputs, require_labels
+from vllm_medusa.training.inputs import identify, limits_of, read_texts, require_labels
 from vllm_medusa.training.loop import Report
 from vllm_medusa.training.losses import AnyHeads
-from vllm_medusa.training.method import Data, Method, Setup
+from vllm_medusa.training.method import Data, Method
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.recipe import MEASURED_ROWS, complete
 from vllm_medusa.training.rows import WHOLE, Texts
 from vllm_medusa.training.run import TrainingRun
-from vllm_medusa.training.target import DTYPES, Target, target_dtype
+from vllm_medusa.training.target import DTYPES, Target, stored_dtype, target_dtype
 from vllm_medusa.training.workers import Workers
+
+# keys of a target's config.json that do not affect its hidden states, or are recorded elsewhere
+_NOT_COMPUTED = (
+    *("_name_or_path", "architectures", "transformers_version"),
+    *("dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("id2label", "label2id", "medusa", "medusa_2"),
+)
 
 
 class Job:
     """One training run in one process.
 
     Attributes:
-        dtype: dtype in which the target computes.
+        source: the target's folder or hub name.
+        fingerprint: of its weights, see `heads.fingerprint.target_fingerprint`.
+        stored: its weights' dtype, if it is in its config.
+        dtype: dtype in which it computes.
         bf16: whether the heads compute in bfloat16.
-        train, heldout: the texts to train and to measure on.
+        train, heldout: the texts to train and to measure on; their prompts differ.
         layers: target layers whose inputs an EAGLE-3 drafter reads; empty for heads.
         step_options: options for training only the heads.
         recorded: everything that the heads depend on, plain JSON; later also the draft vocabulary.
@@ -55,39 +66,42 @@ class Job:
     def __init__(
         self,
         options: TrainOptions,
-        inputs: Inputs,
         workers: Workers,
         progress: Progress,  # silent in all but the main process
         command: Sequence[str],
     ) -> None:
-        """Run all checks before anything is created.
+        """Read everything except the target's weights; nothing is created.
 
-        Raises ValueError: some head has no labels, or the target lacks one of the layers.
+        Raises ValueError: see `identify` and `read_texts`; some head has no labels, or the target
+        lacks one of the layers.
         """
-        self.options, self.inputs, self.workers = options, inputs, workers
+        self.options, self.workers, self.source = options, workers, options.model
         self.progress, self._command = progress, command
         files, machine, count = options.files, options.machine, options.heads.num_heads
-        self.train, self.heldout = Texts(inputs.train), Texts(inputs.heldout)
+        config, self.fingerprint, written = identify(self.source)
+        self.stored = stored_dtype(config)
+        texts = read_texts(options, limits_of(self.source, config), progress)
+        self.train, self.heldout = map(Texts, texts)
         require_labels(self.train, count, files.name(heldout=False))
-        if inputs.heldout:
+        if self.heldout.records:
             require_labels(self.heldout, count, f"held-out records of {files.name(heldout=True)}")
         self.layers: tuple[int, ...] = ()
         if options.heads.kind == "eagle3":
-            depth = inputs.fingerprint["num_layers"]
+            depth = self.fingerprint["num_layers"]
             if depth is None:
-                raise ValueError(f"{inputs.source} has no number of layers in its config.")
+                raise ValueError(f"{self.source} has no number of layers in its config.")
             self.layers = choose_layers(options.heads.aux_layers, depth)
-        self.dtype = target_dtype(machine.dtype, inputs.dtype, workers.device)
+        self.dtype = target_dtype(machine.dtype, self.stored, workers.device)
         self.bf16 = _use_bf16(machine.precision, workers.device)
         self.step_options = complete(
             options.training,
-            hidden_size=inputs.fingerprint["hidden_size"],
+            hidden_size=self.fingerprint["hidden_size"],
             num_labels=self.train.count_labels(),
             drafter=bool(self.layers),
         )
         self._state_key = {  # what hidden states depend on
-            "target": inputs.fingerprint,
-            "target_config": inputs.config,
+            "target": self.fingerprint,
+            "target_config": {k: v for k, v in written.items() if k not in _NOT_COMPUTED},
             "dtype": str(self.dtype),
             "quantization": machine.quantization,
         }
@@ -96,8 +110,8 @@ class Job:
             "method": options.method,
             **self._state_key,
             "data": {
-                "train": digest_of(inputs.train),
-                "heldout": digest_of(inputs.heldout) if inputs.heldout else None,
+                "train": digest_of(self.train.records),
+                "heldout": digest_of(texts[1]) if texts[1] else None,
             },
             "heads": asdict(options.heads)
             | {"aux_layers": list(self.layers)}
@@ -117,7 +131,7 @@ class Job:
         elif main:  # before training, because files may be removed later
             data = [path for path in (files.data, files.heldout) if path is not None]
             self._origin = [provenance(self._command, data)]
-            self._tokens: int | None = sum(r.num_generated for r in self.inputs.train)
+            self._tokens: int | None = sum(r.num_generated for r in self.train.records)
             if start := self.options.heads.start_heads:
                 about = find_checkpoint(start).config.get("medusa") or {}
                 self._origin[:0] = provenance_of(about)
@@ -128,7 +142,7 @@ class Job:
     def load_target(self, source: str | Path | None = None, *, quantized: bool = True) -> Target:
         """Load the target, or the model ``source``, with the requested settings."""
         return Target.load(
-            source or self.inputs.source,
+            source or self.source,
             dtype=self.dtype,
             device=self.workers.device,
             quantization=self.options.machine.quantization if quantized else None,
@@ -189,14 +203,14 @@ class Job:
                 "computed in every epoch"
             )
         data, heldout = Data(self.train, pieces, states), None
-        if self.inputs.heldout:
+        if self.heldout.records:
             heldout = self.heldout_data(source, size, whole=whole)
-        if not whole:
-            setup = Setup(data, heldout, steps, workers, self.bf16)
-            return medusa1.Medusa1(target, self.first_heads(target), setup)
-        steps = replace(steps, batch_tokens=max(steps.batch_tokens, *data.lengths))
-        setup = Setup(data, heldout, steps, workers, self.bf16)
-        return eagle3.Eagle3(target, self.first_drafter(target), setup)
+        if whole:
+            steps = replace(steps, batch_tokens=max(steps.batch_tokens, *data.lengths))
+        setup = data, heldout, steps, workers, self.bf16
+        if whole:
+            return eagle3.Eagle3(target, self.first_drafter(target), *setup)
+        return medusa1.Medusa1(target, self.first_heads(target), *setup)
 
     def heldout_data(
         self, source: Any, size: int, *, whole: bool = False, share: bool = True
@@ -220,18 +234,18 @@ class Job:
         """
         size, known = self.options.heads.draft_vocab, target.vocab_size
         if size is None:
-            size = usual_size(self.inputs.train, known)
+            size = usual_size(self.train.records, known)
         if not size or size >= known:
             if known > LARGEST:
                 self.progress.note(f"draft vocabulary: all {known} tokens (--draft-vocab)")
             return None
-        counts = count_tokens(self.inputs.train, known)
+        counts = count_tokens(self.train.records, known)
         ends = {token for token in target.end_tokens if token < known}
         token_map = frequent_tokens(counts, size, ends)
         covered = {"size": size, "coverage": round(coverage(counts, token_map), 4)}
         text = f"{covered['coverage']:.1%} of the generated tokens"
-        if self.inputs.heldout:
-            unseen = coverage(count_tokens(self.inputs.heldout, known), token_map)
+        if self.heldout.records:
+            unseen = coverage(count_tokens(self.heldout.records, known), token_map)
             covered["heldout_coverage"] = round(unseen, 4)
             text += f" and {unseen:.1%} of the held-out ones"
         self.recorded["draft_vocab"] = covered
@@ -259,17 +273,17 @@ class Job:
         self,
         heads: AnyHeads,  # `round`ed; moved to the CPU in the stored dtype
         more: Mapping[str, Any],  # results, in addition to `recorded`
-        target: Mapping[str, Any] | None = None,  # fingerprint, if not the inputs' target
+        target: Mapping[str, Any] | None = None,  # fingerprint, if not `fingerprint`
         source: str | Path | None = None,  # its location, likewise
     ) -> None:
         """Write the heads; ``config.json`` is written last and marks them complete."""
         heads.to(device="cpu", dtype=DTYPES[self.options.heads.save_dtype])
-        name = str(source or self.inputs.source)
+        name = str(source or self.source)
         if Path(name).is_absolute():  # a local path is meaningless on other machines
             name = Path(name).name
         config = {
             "base_model_name_or_path": name,
-            "target": dict(target or self.inputs.fingerprint),
+            "target": dict(target or self.fingerprint),
             # tokens: generated ones, of all trainings of these heads; None: unknown
             "training": self.recorded | {"tokens": self._tokens} | dict(more),
             "provenance": self._origin,

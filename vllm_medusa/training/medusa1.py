@@ -10,6 +10,7 @@ heads are trained in the same way, each with the tokens before its own as input.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from vllm_medusa.heads.checkpoint import new_heads as make_heads
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.losses import LMHead
-from vllm_medusa.training.method import Batch, Method, Setup
+from vllm_medusa.training.method import Batch, Method
 from vllm_medusa.training.options import HeadOptions
 from vllm_medusa.training.target import Target
 
@@ -32,8 +33,8 @@ class Medusa1(Method):
     heads: MedusaHeads
     lm_head: LMHead
 
-    def __init__(self, target: Target, heads: MedusaHeads, setup: Setup) -> None:
-        super().__init__(heads, setup)
+    def __init__(self, target: Target, heads: MedusaHeads, *setup: Any) -> None:
+        super().__init__(heads, *setup)
         dtype = torch.bfloat16 if self.bf16 else torch.float32
         self.lm_head = self.teacher = target.lm_head_of(heads.token_map, dtype)
         if self.soft and heads.token_map is not None:

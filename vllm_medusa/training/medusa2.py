@@ -40,7 +40,7 @@ from vllm_medusa.training.hidden_cache import CacheError, HiddenStates
 from vllm_medusa.training.job import Job
 from vllm_medusa.training.loop import Loop
 from vllm_medusa.training.losses import CHUNK, LMHead, head_losses
-from vllm_medusa.training.method import Batch, Data, Groups, Method, Setup
+from vllm_medusa.training.method import Batch, Data, Groups, Method
 from vllm_medusa.training.options import JointOptions
 from vllm_medusa.training.quality import QualityMeter, kl_rows, shortfalls
 from vllm_medusa.training.recipe import complete_joint, heads_weight
@@ -72,9 +72,9 @@ class Medusa2(Method):
         adapted: PeftModel,  # wraps the target's model, with a new adapter (`lora.attach`)
         heads: MedusaHeads,
         joint: JointOptions,
-        setup: Setup,  # whole texts; held-out spans with the original model's states
+        *setup: Any,  # whole texts; held-out spans with the original model's states
     ) -> None:
-        super().__init__(heads, setup)
+        super().__init__(heads, *setup)
         self.target, self.adapted, self.joint = target, adapted, joint
         self.lm_head, self.teacher = target.lm_head_of(heads.token_map), target.lm_head
         self.adapter = lora.adapter_parameters(adapted)
@@ -214,18 +214,18 @@ def train_medusa2(job: Job) -> None:
     Raises ValueError: the target computes in float16 or is stored quantized, or the disk has no
     space for the new target.
     """
-    options, inputs, workers = job.options, job.inputs, job.workers
+    options, workers = job.options, job.workers
     if job.dtype == torch.float16:  # a token's share of a step's gradient is at most about 1e-5
         raise ValueError(
             "the target computes in float16, in which the backbone's gradients underflow. Train "
             "it with --dtype bfloat16 (or float32); the stored model keeps the target's own dtype."
         )
-    if "quantization_config" in inputs.config:
+    if "quantization_config" in job.recorded["target_config"]:
         raise ValueError(
-            f"{inputs.source} is stored quantized; an adapter can't be merged into it without"
+            f"{job.source} is stored quantized; an adapter can't be merged into it without"
             " loss. Train on the unquantized model (--quantization quantizes it during training)."
         )
-    written = all(record.temperature is not None for record in inputs.train)
+    written = all(record.temperature is not None for record in job.train.records)
     joint, steps = complete_joint(options.joint, options.training, self_distilled=written)
     job.recorded |= {
         "joint": asdict(joint) | {"warmup_steps": steps.warmup_steps},
@@ -245,8 +245,8 @@ def train_medusa2(job: Job) -> None:
             heads = _first_heads(job, run, target)
             heldout = job.heldout_data(target, WHOLE)
         data = Data(job.train, job.train.cut(WHOLE, whole=True))
-        setup = Setup(data, heldout, steps, workers, job.bf16)
-        method = Medusa2(target, adapted, heads, joint, setup)
+        setup = data, heldout, steps, workers, job.bf16
+        method = Medusa2(target, adapted, heads, joint, *setup)
         stage = Stage(run)
         loop = Loop(method, stage)
         tokens = sum(loop.lengths[item] for items in loop.plan for item in items)
@@ -257,7 +257,7 @@ def train_medusa2(job: Job) -> None:
         loop.train(job.report("joint"))
         if workers.main:
             adapted.save_pretrained(str(run.work / "adapter"), save_embedding_layers=False)
-            title = f"Medusa-2 on {inputs.source}"
+            title = f"Medusa-2 on {job.source}"
             draw_curves(stage.entries(), run.folder / "curves.png", title)
         trained = {"joint_steps": loop.steps, "joint_tokens": tokens}
         del target, adapted, method, loop
@@ -295,7 +295,7 @@ def _publish(
     Release the trained model first: this loads two models, one after the other.
     """
     output, work = run.output, run.work
-    merged = lora.merge_adapter(job.inputs.source, work / "adapter", work / "merged")
+    merged = lora.merge_adapter(job.source, work / "adapter", work / "merged")
     job.round(heads)
     target = job.load_target(merged, quantized=False)
     heads = heads.to(target.device)
@@ -334,7 +334,7 @@ def _checkpoint_layers(model: Any) -> None:
 
 def _check_space(job: Job, run: TrainingRun, target: Target) -> None:
     """Refuse to start if the disk can't hold the merged model."""
-    stored = job.inputs.dtype or job.dtype
+    stored = job.stored or job.dtype
     wanted = sum(p.numel() for p in target.model.parameters()) * stored.itemsize
     free = free_bytes(run.work)
     if wanted > free:

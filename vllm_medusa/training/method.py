@@ -39,17 +39,6 @@ class Data:
         return [[self.pieces[i] for i in part] for part in split_passes(items, lengths, size)]
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What every method is given."""
-
-    train: Data
-    heldout: Data | None  # this process's share
-    step_options: StepOptions  # complete, see `recipe.complete`
-    workers: Workers
-    bf16: bool = False  # autocast; weights and sums stay fp32
-
-
 class Batch(NamedTuple):
     """Rows of some pieces, concatenated."""
 
@@ -87,9 +76,17 @@ class Method:
     lm_head: LMHead | None = None
     teacher: LMHead
 
-    def __init__(self, heads: AnyHeads, setup: Setup) -> None:
-        self.data, self.heldout, self.step_options = setup.train, setup.heldout, setup.step_options
-        self.workers, self.bf16 = setup.workers, setup.bf16
+    def __init__(
+        self,
+        heads: AnyHeads,
+        data: Data,
+        heldout: Data | None,  # this process's share
+        step_options: StepOptions,  # complete, see `recipe.complete`
+        workers: Workers,
+        bf16: bool = False,  # autocast; weights and sums stay fp32
+    ) -> None:
+        self.data, self.heldout, self.step_options = data, heldout, step_options
+        self.workers, self.bf16 = workers, bf16
         self.heads = heads.to(self.workers.device).requires_grad_(True)
         self.soft = self.step_options.labels == "soft"
         decay = head_weights(heads.num_heads, self.step_options.decay)

@@ -15,7 +15,6 @@ from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import write_records
 from vllm_medusa.options import described
 from vllm_medusa.training.curves import draw_curves
-from vllm_medusa.training.inputs import Inputs
 from vllm_medusa.training.job import Job
 from vllm_medusa.training.loop import Loop, NotFiniteError
 from vllm_medusa.training.medusa2 import DEGRADED, MODEL, train_medusa2
@@ -76,12 +75,11 @@ def train(
             check_output(files.output)
         else:
             progress = SILENT
-        found = Inputs(options, progress)
         options = replace(options, heads=settle_shape(options.heads))
-        job = Job(options, found, workers, progress, command)
+        job = Job(options, workers, progress, command)
         (train_medusa2 if options.method == "medusa-2" else train_frozen)(job)
-        if workers.main and files.heldout is None and found.heldout:
-            write_records(files.output / "training" / "heldout.jsonl", found.heldout)
+        if workers.main and files.heldout is None and job.heldout.records:
+            write_records(files.output / "training" / "heldout.jsonl", job.heldout.records)
         summary = read_json(files.output / "config.json")["medusa"]["training"]
         return Trained(files.output, summary, workers.main)
     except (NotFiniteError, KeyboardInterrupt) as error:  # which occur in all processes
@@ -136,7 +134,7 @@ def train_frozen(job: Job) -> None:
             if found is not None:
                 stage.log({"step": loop.step, **found})
             name = "EAGLE-3" if job.layers else "Medusa-1"
-            title = f"{name} on {job.inputs.source}"
+            title = f"{name} on {job.source}"
             draw_curves(stage.entries(), run.folder / "curves.png", title)
             job.save(method.heads, {"steps": loop.steps, **(found or {"heldout": None})})
         job.release(method)

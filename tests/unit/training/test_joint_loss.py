@@ -18,7 +18,7 @@ from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora, losses, medusa2
 from vllm_medusa.training.losses import head_weights
 from vllm_medusa.training.medusa2 import Medusa2
-from vllm_medusa.training.method import Batch, Data, Setup
+from vllm_medusa.training.method import Batch, Data
 from vllm_medusa.training.options import JointOptions, StepOptions
 from vllm_medusa.training.rows import WHOLE, Texts
 from vllm_medusa.training.target import Target
@@ -94,8 +94,8 @@ class Joint:
         settings = StepOptions(labels="soft" if soft else "tokens")
         texts = Texts(RECORDS)
         data = Data(texts, texts.cut(WHOLE, whole=True))
-        setup = Setup(data, data, settings, Workers("cpu"))
-        return Medusa2(self.target, self.adapted, self.heads, joint, setup)
+        setup = data, data, settings, Workers("cpu")
+        return Medusa2(self.target, self.adapted, self.heads, joint, *setup)
 
     def batch(self, soft: bool = False) -> Batch:
         method = self.method(soft)

@@ -14,7 +14,7 @@ from vllm_medusa.training import method as methods
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.loop import Loop, NotFiniteError
 from vllm_medusa.training.medusa1 import PIECE_ROWS, Medusa1, new_heads
-from vllm_medusa.training.method import Data, Setup
+from vllm_medusa.training.method import Data
 from vllm_medusa.training.options import HeadOptions, StepOptions
 from vllm_medusa.training.rows import Texts
 from vllm_medusa.training.run import Stage, TrainingRun
@@ -69,8 +69,8 @@ def looped(
     size = min(PIECE_ROWS, settings.batch_tokens or PIECE_ROWS)
     train = cut(target, records, size, 1 << 30 if cached else 0)
     heads = heads or new_heads(target, HeadOptions(num_heads=K))
-    setup = Setup(train, cut(target, records, 32), settings, Workers("cpu"))
-    return Loop(Medusa1(target, heads, setup), Stage(run))
+    setup = train, cut(target, records, 32), settings, Workers("cpu")
+    return Loop(Medusa1(target, heads, *setup), Stage(run))
 
 
 @pytest.fixture(scope="module")

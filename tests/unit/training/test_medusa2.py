@@ -16,7 +16,7 @@ from vllm_medusa.training import lora
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.loop import Loop
 from vllm_medusa.training.medusa2 import Medusa2
-from vllm_medusa.training.method import Data, Setup
+from vllm_medusa.training.method import Data
 from vllm_medusa.training.options import JointOptions, StepOptions
 from vllm_medusa.training.rows import WHOLE, Texts
 from vllm_medusa.training.run import Stage, TrainingRun
@@ -79,8 +79,8 @@ class Job:
         self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
         train = Texts(texts or records(16))
         data = Data(train, train.cut(WHOLE, whole=True))
-        setup = Setup(data, Data(heldout, spans, states), steps, Workers("cpu"), bf16)
-        self.method = Medusa2(self.target, self.adapted, self.heads, joint, setup)
+        setup = data, Data(heldout, spans, states), steps, Workers("cpu"), bf16
+        self.method = Medusa2(self.target, self.adapted, self.heads, joint, *setup)
         self.loop = Loop(self.method, Stage(self.run), **changes)
         self.loop.resume()
 
