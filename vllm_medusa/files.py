@@ -265,6 +265,26 @@ def require_parent(path: Path) -> None:
         raise FileRefused(f"{path}: {path.parent} is not writable. Choose another output.")
 
 
+def require_output(folder: Path, inputs: Mapping[str, str | Path | None]) -> None:
+    """Refuse an output that is a file, has no parent folder, or contains one of ``inputs``.
+
+    ``inputs`` maps names, for messages, to paths; a `str` may be a hub name.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FileRefused(f"--output {folder} is a file. Choose a folder.")
+    place = folder.resolve()  # a link is kept, and its destination is replaced
+    for path in (folder, place):
+        require_parent(path)
+    for name, given in inputs.items():
+        if not given or (isinstance(given, str) and not Path(given).exists()):
+            continue
+        if Path(given).resolve().is_relative_to(place):
+            raise FileRefused(
+                f"{name} ({given}) is in --output {folder}, whose contents are replaced. Use "
+                f"another folder, such as {folder / 'heads'}, or move the input."
+            )
+
+
 def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bool]) -> None:
     """Refuse an output without a parent folder, or an existing file that is not ``ours``.
 

@@ -11,13 +11,12 @@ from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.files import (
-    FileRefused,
     digest,
     digest_json,
     free_bytes,
     read_json,
     refuse_strangers,
-    require_parent,
+    require_output,
 )
 from vllm_medusa.job import Progress, duration, plural
 from vllm_medusa.offline.defaults import (
@@ -126,28 +125,19 @@ def written_by_adapt(folder: Path) -> str | None:
 def _check_output(options: AdaptOptions) -> None:
     """Refuse an output that can't be made, or that contains inputs."""
     output = options.output
-    if output.exists() and not output.is_dir():
-        raise FileRefused(f"--output {output} is a file. Choose a folder for the heads.")
-    place = output.resolve()  # a link is kept, and its destination is replaced
-    for path in (output, place):
-        require_parent(path)
-    for what, path in (
-        ("the current folder", Path.cwd()),
-        ("--work", options.work_folder),
-        ("the target", Path(options.target)),
-        ("--prompts", options.prompts),
-    ):
-        if path.resolve().is_relative_to(place):
-            raise ValueError(
-                f"{what} ({path}) is in --output {output}, which is replaced as a whole. Use a "
-                f"separate folder, such as {output / 'heads'}."
-            )
-    if place.is_mount():
+    inputs: dict[str, str | Path] = {
+        "the current folder": Path.cwd(),
+        "--work": options.work_folder,
+        "the target": options.target,
+        "--prompts": options.prompts,
+    }
+    require_output(output, inputs)
+    if output.resolve().is_mount():
         raise ValueError(
             f"--output {output} is a mount point, which can't be replaced as a whole. Use a folder "
             f"in it, such as {output / 'heads'}."
         )
-    empty = not output.exists() or (output.is_dir() and not any(output.iterdir()))
+    empty = not output.exists() or not any(output.iterdir())
     if not empty and written_by_adapt(output) is None:
         raise ValueError(
             f"{output} holds files that adapt did not write. Choose another --output, or remove "

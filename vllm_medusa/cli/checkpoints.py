@@ -70,30 +70,28 @@ class InspectOptions(Options):
 
 def run_inspect(options: InspectOptions, progress: ConsoleProgress) -> int:
     """Inspect, and print the results; returns the exit status."""
-    from vllm_medusa.heads.checkpoint import IsDrafter
     from vllm_medusa.heads.eagle import EagleInspection, inspect_eagle
+    from vllm_medusa.heads.files import find_checkpoint, is_drafter
     from vllm_medusa.heads.inspection import Inspection, inspect_heads
     from vllm_medusa.heads.model import HeadsError
 
     found: Inspection | EagleInspection
-    places = options.path, options.target
+    places, revision = (options.path, options.target), options.revision
     try:
-        found = inspect_heads(
-            *places,
-            revision=options.revision,
-            progress=lambda done, total: progress.at("reading", done / 1e6, total / 1e6, "MB"),
-        )
-        what = f"{'Hydra' if found.info.is_hydra else 'Medusa'} heads"
+        if is_drafter(find_checkpoint(options.path, revision)):
+            found, what = inspect_eagle(*places, revision=revision), "an EAGLE drafter"
+        else:
+            found = inspect_heads(
+                *places,
+                revision=revision,
+                progress=lambda done, total: progress.at("reading", done / 1e6, total / 1e6, "MB"),
+            )
+            what = f"{'Hydra' if found.info.is_hydra else 'Medusa'} heads"
     except (HeadsError, OSError) as error:
-        try:
-            found, what = inspect_eagle(*places, revision=options.revision), "an EAGLE drafter"
-        except (HeadsError, OSError) as second:
-            if isinstance(error, IsDrafter):
-                error = second
-            if not options.json:
-                raise error from None
-            print(json.dumps({"source": options.path, "error": str(error)}))
-            return 2
+        if not options.json:
+            raise
+        print(json.dumps({"source": options.path, "error": str(error)}))
+        return 2
     document = found.to_dict()
     if options.json:
         print(json.dumps(document, indent=2))

@@ -227,13 +227,9 @@ def _check_spec(name: str, slot: Slot, spec: TensorSpec, shape: tuple[int, ...])
         )
 
 
-class IsDrafter(HeadsError):
-    """An EAGLE drafter where heads are needed."""
-
-
 def _refuse_other_drafters(files: CheckpointFiles) -> None:
     if is_drafter(files):
-        raise IsDrafter(
+        raise HeadsError(
             f"{files.label} holds an EAGLE drafter, not heads. Engines take it as "
             '{"method": "eagle3", "model": ..., "tree": "dynamic"} ("eagle" for EAGLE-1 and 2) and '
             "inspect describes it; calibrate and tree do not apply, since its trees follow its "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_medusa.heads.checkpoint import NO, Check, Verdict, compare
-from vllm_medusa.heads.eagle_tensors import LAYER_IDS, Layout
+from vllm_medusa.heads.eagle_tensors import LAYER_IDS, Layout, named_layers
 from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint, find_target
 from vllm_medusa.heads.fingerprint import config_sizes
 from vllm_medusa.heads.model import HeadsError
@@ -27,15 +26,7 @@ class EagleInspection:
     """All information on a drafter that is available without loading it."""
 
     source: str
-    method: str  # vLLM's: "eagle3", or "eagle" for EAGLE-1 and 2
-    kind: str  # see `Layout`, also the next two
-    layout: str
-    features: list[str]
-    target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    layers: list[int] | None  # target layers whose inputs it reads; None: not stated, or none
-    parameters: int
+    drafter: Layout
     checks: list[Check]
 
     @property
@@ -45,8 +36,12 @@ class EagleInspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON of everything."""
-        checks = [vars(check) for check in self.checks]
-        return {**vars(self), "checks": checks, "fits": self.fits}
+        of_layout = [
+            *("method", "kind", "layout", "features", "target_hidden_size", "vocab_size"),
+            *("draft_vocab_size", "layers", "parameters"),
+        ]
+        found = {"source": self.source} | {key: getattr(self.drafter, key) for key in of_layout}
+        return {**found, "checks": [vars(check) for check in self.checks], "fits": self.fits}
 
 
 def inspect_eagle(
@@ -72,8 +67,6 @@ def inspect_drafter(
     ``method`` is vLLM's; None: it follows from the tensors.
     """
     found = Layout.read(files, method)
-    reads_layers = found.method == "eagle3" and not found.reads_last
-    layers = named_layers(found.config) if reads_layers else None
     checks = [Check("trees", NO, text) for text in found.refusals()]
     if target:
         checks.append(compare("hidden size", found.target_hidden_size, target["hidden_size"]))
@@ -85,27 +78,13 @@ def inspect_drafter(
         checks += (Check("tensors", NO, text) for text in found.problems())
     if "d2t" in found.names and found.draft_vocab_size != found.vocab_size:
         checks.append(_draft_vocabulary(files, found))
-    if reads_layers and (doubt := doubtful_layers(found.config)):
+    if found.reads_layers and (doubt := doubtful_layers(found.config)):
         checks.append(Check("numbers of layers", "unknown", doubt))
     if found.layout == "SpecForge" and found.config.get("norm_output"):
         checks.append(Check("norm_output", "unknown", _OLD_SPECFORGE))
-    if reads_layers and target.get("num_layers") is not None:
-        checks.append(_layers(layers, found.num_states, target["num_layers"]))
-    maps = ("d2t", "t2d")
-    parameters = sum(math.prod(shape) for name, shape in found.shapes.items() if name not in maps)
-    return EagleInspection(
-        files.label,
-        found.method,
-        found.kind,
-        found.layout,
-        found.features,
-        found.target_hidden_size,
-        found.vocab_size,
-        found.draft_vocab_size,
-        layers,
-        parameters,
-        checks,
-    )
+    if found.reads_layers and target.get("num_layers") is not None:
+        checks.append(_layers(found.layers, found.num_states, target["num_layers"]))
+    return EagleInspection(files.label, found, checks)
 
 
 def doubtful_layers(config: Mapping[str, Any]) -> str:
@@ -130,16 +109,9 @@ def drafter_method(source: str | Path | None) -> str | None:
     if source is None or not Path(source).expanduser().is_dir():
         return None
     try:
-        return inspect_eagle(source).method
+        return inspect_eagle(source).drafter.method
     except (HeadsError, OSError):
         return None
-
-
-def named_layers(config: Mapping[str, Any]) -> list[int] | None:
-    """The target's layers in a drafter's config; None if absent. By vLLM's rule."""
-    extra = config.get("eagle_config")
-    ids = config.get(LAYER_IDS) or (extra.get(LAYER_IDS) if isinstance(extra, Mapping) else None)
-    return list(ids) if ids else None
 
 
 def default_layers(num_layers: int) -> list[int]:

@@ -9,6 +9,7 @@ To add a layout, add its architecture to `_MODULES` and its tensors to `Layout.t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -147,6 +148,22 @@ class Layout:
             norm_before_fc=eagle3 and bool(extra.get("norm_before_fc", flat.get("norm_before_fc"))),
             fc_norm=fc_norm,
         )
+
+    @property
+    def reads_layers(self) -> bool:
+        """Whether it reads several of the target's layers."""
+        return self.method == "eagle3" and not self.reads_last
+
+    @property
+    def layers(self) -> list[int] | None:
+        """Target layers whose inputs it reads; None: not stated, or none."""
+        return named_layers(self.config) if self.reads_layers else None
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        maps = ("d2t", "t2d")
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if name not in maps)
 
     @property
     def features(self) -> list[str]:
@@ -317,6 +334,13 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     outer = {key: value for key, value in config.items() if key not in left_out}
     outer = {key: value for key, value in outer.items() if value is not None}
     return {**inner, "norm_before_residual": True, **outer}
+
+
+def named_layers(config: Mapping[str, Any]) -> list[int] | None:
+    """The target's layers in a drafter's config; None if absent. By vLLM's rule."""
+    extra = config.get("eagle_config")
+    ids = config.get(LAYER_IDS) or (extra.get(LAYER_IDS) if isinstance(extra, Mapping) else None)
+    return list(ids) if ids else None
 
 
 def _module(config: Mapping[str, Any], method: str) -> tuple[str, str | None]:

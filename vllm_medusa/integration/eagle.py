@@ -85,9 +85,9 @@ def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width:
         raise MedusaConfigError(
             f'{error}. Medusa and Hydra heads need "method": "medusa".'
         ) from None
-    if width > found.draft_vocab_size:
+    if width > (known := found.drafter.draft_vocab_size):
         raise MedusaConfigError(
-            f"The tree's width is {width}, but the drafter in {label} has {found.draft_vocab_size} "
+            f"The tree's width is {width}, but the drafter in {label} has {known} "
             "tokens. Use a narrower tree."
         )
     for check in found.checks:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from vllm_medusa.files import FileRefused, Run, new_file, require_parent
+from vllm_medusa.files import FileRefused, Run, new_file, require_output
 
 
 class TrainingRun(Run):
@@ -117,30 +117,15 @@ class Stage:
             yield from map(json.loads, file)
 
 
-def check_output(output: Path) -> None:
+def check_output(output: Path, inputs: Mapping[str, str | Path | None] | None = None) -> None:
     """Refuse a folder that can't be an output, before anything is read.
 
-    Raises FileRefused: its parent is missing, it is a file, or it has contents other than a run.
+    Raises FileRefused: see `require_output`; or it has contents other than a run.
     """
-    require_parent(output)
-    if output.exists() and not output.is_dir():
-        raise FileRefused(f"{output} is a file; choose a folder for the heads.")
+    require_output(output, inputs or {})
     if (output / "training" / "run.json").is_file():
         return
     if {path.name for path in output.rglob("*")} - {"training", "lock", ".run.json.part"}:
         raise FileRefused(
             f"{output} holds files, but is not a training run. Choose another folder for the heads."
         )
-
-
-def check_inputs(output: Path, inputs: Mapping[str, str | Path | None]) -> None:
-    """Refuse inputs that are in the output; ``inputs`` maps names, for messages, to paths.
-
-    Hub names are ignored. Raises FileRefused: an input is, or is inside, the output.
-    """
-    for name, path in inputs.items():
-        if path and Path(path).exists() and Path(path).resolve().is_relative_to(output.resolve()):
-            raise FileRefused(
-                f"{name} {path} is in the output {output}, whose contents the run replaces. Choose "
-                "another --output, or move the input elsewhere."
-            )

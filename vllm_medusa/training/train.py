@@ -19,7 +19,7 @@ from vllm_medusa.training.job import Job
 from vllm_medusa.training.loop import Loop, NotFiniteError
 from vllm_medusa.training.medusa2 import DEGRADED, MODEL, train_medusa2
 from vllm_medusa.training.options import HeadOptions, TrainOptions
-from vllm_medusa.training.run import Stage, check_inputs, check_output
+from vllm_medusa.training.run import Stage, check_output
 from vllm_medusa.training.workers import Workers
 
 
@@ -68,11 +68,10 @@ def train(
         "--heldout": files.heldout,
         "--start-heads": options.heads.start_heads,
     }
-    check_inputs(files.output, inputs)
     workers = Workers(options.machine.device)
     try:
         if workers.main:  # others might check while this one creates the run
-            check_output(files.output)
+            check_output(files.output, inputs)
         else:
             progress = SILENT
         options = replace(options, heads=settle_shape(options.heads))
@@ -101,7 +100,7 @@ def settle_shape(heads: HeadOptions) -> HeadOptions:
     if start is None:
         return heads
     if drafter_method(start) == "eagle3":
-        layers = inspect_eagle(start).layers
+        layers = inspect_eagle(start).drafter.layers
         found: dict[str, Any] = {"kind": "eagle3", "aux_layers": tuple(layers or ())}
     else:
         info = peek_heads(start)

@@ -109,7 +109,7 @@ def test_the_current_folder_as_the_output(arguments, tmp_path, monkeypatch, refu
     work = arguments.index("--work")
     del arguments[work : work + 2]
     said = refused("--output", spelling)
-    assert f"the current folder ({here}) is in --output {spelling}, which is" in said
+    assert f"the current folder ({here}) is in --output {spelling}, whose" in said
     assert not list(here.iterdir())
 
 

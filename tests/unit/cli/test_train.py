@@ -100,7 +100,7 @@ def test_a_run_killed_while_caching_and_training_ends_the_same(data, trained, tm
     output = tmp_path / "heads"
     command = arguments(data, output)
     work = output / "training/work"
-    kill_when(start(command), lambda: any(work.glob("hidden-*/key.json")))
+    kill_when(start(command), lambda: any(work.glob("hidden-*")))
     assert not (work / "state.pt").exists()
     kill_when(start(command), (work / "state.pt").exists)
     assert not (output / "config.json").exists() and any(work.glob("hidden-*/*.bin"))
@@ -240,7 +240,7 @@ def test_inputs_in_the_output_are_refused(data, tmp_path, capsys):
     ):
         assert run(*arguments((source, file), output, *more)) == 2
         text = said(capsys)
-        assert f"error: {reason}" in text and "is in the output" in text
+        assert f"error: {reason}" in text and "is in --output" in text
         assert sorted(output.rglob("*")) == before
 
 

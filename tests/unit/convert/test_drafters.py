@@ -33,7 +33,11 @@ def test_a_round_trip_is_exact(source: str, there: str, tmp_path: Path) -> None:
     before = load_file(f"{source}/model.safetensors")
     convert(source, there, tmp_path / "there")
     found = inspect_eagle(tmp_path / "there")
-    assert (found.method, found.layers, found.draft_vocab_size) == ("eagle3", list(LAYERS), 200)
+    assert (found.drafter.method, found.drafter.layers, found.drafter.draft_vocab_size) == (
+        "eagle3",
+        list(LAYERS),
+        200,
+    )
     assert found.fits
     convert(tmp_path / "there", "native", tmp_path / "back")
     after = load_file(tmp_path / "back" / "model.safetensors")
@@ -109,7 +113,7 @@ def test_unsupported_layers_are_refused(change: Any, reason: str, tmp_path: Path
         convert(source, "specforge", tmp_path / "new")
     if drafter.window is not None:
         convert(source, "speculators", tmp_path / "kept")
-        assert inspect_eagle(tmp_path / "kept").features == ["sliding window of 64"]
+        assert inspect_eagle(tmp_path / "kept").drafter.features == ["sliding window of 64"]
 
 
 def test_a_map_of_the_full_vocabulary(tmp_path: Path) -> None:

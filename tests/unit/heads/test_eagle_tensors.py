@@ -57,11 +57,11 @@ def problems(found: EagleInspection) -> list[str]:
 def test_every_absent_tensor_is_named(variant: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, variant)
     found, (_, kind, features) = inspect_eagle(folder), VARIANTS[variant]
-    assert found.fits and found.method == "eagle3"
-    assert found.kind == kind
-    assert found.layout == ("SpecForge" if variant == "last" else "SafeAILab")
-    assert len(found.features) == len(features)
-    for text, start in zip(found.features, features, strict=True):
+    assert found.fits and found.drafter.method == "eagle3"
+    assert found.drafter.kind == kind
+    assert found.drafter.layout == ("SpecForge" if variant == "last" else "SafeAILab")
+    assert len(found.drafter.features) == len(features)
+    for text, start in zip(found.drafter.features, features, strict=True):
         assert text.startswith(start)
     tensors = load_file(folder / "model.safetensors")
     expected = Layout.read(find_checkpoint(folder)).tensors()
@@ -83,7 +83,10 @@ def test_eagle_1_has_no_first_norm(tmp_path: Path) -> None:
     model = SimpleNamespace(get_input_embeddings=lambda: weights, lm_head=weights)
     folder = Path(Eagle1(model).save(tmp_path))
     found = inspect_eagle(folder)
-    assert found.fits and (found.kind, found.layout) == ("EAGLE-1 or 2", "SafeAILab")
+    assert found.fits and (found.drafter.kind, found.drafter.layout) == (
+        "EAGLE-1 or 2",
+        "SafeAILab",
+    )
     norm = {"layers.0.input_layernorm.weight": torch.ones(64)}
     (text,) = problems(rewritten(folder, {}, **norm))
     assert 'it has "layers.0.input_layernorm.weight", which vLLM does not read' in text
@@ -97,8 +100,8 @@ def test_folders_of_each_project(variant: str, layout: str, tmp_path: Path) -> N
         return
     convert(str(source), layout, tmp_path / "made")
     found, name = inspect_eagle(tmp_path / "made"), layout.replace("specforge", "SpecForge")
-    assert found.fits and found.layout == name.replace("safeailab", "SafeAILab")
-    assert found.kind == VARIANTS[variant][1]
+    assert found.fits and found.drafter.layout == name.replace("safeailab", "SafeAILab")
+    assert found.drafter.kind == VARIANTS[variant][1]
     doubts = [check.name for check in found.checks if check.verdict == "unknown"]
     assert ("norm_output" in doubts) == ((variant, layout) == ("3.1", "specforge"))
 
@@ -114,7 +117,7 @@ def test_folders_of_each_project(variant: str, layout: str, tmp_path: Path) -> N
 )
 def test_p_eagle(config: dict[str, Any], tensors: dict[str, Any], tmp_path: Path) -> None:
     found = rewritten(saved(tmp_path, "plain"), config, **tensors)
-    assert found.kind == "P-EAGLE" and "parallel levels" in found.features
+    assert found.drafter.kind == "P-EAGLE" and "parallel levels" in found.drafter.features
     (text,) = problems(found)
     assert 'in parallel (P-EAGLE), which trees do not support. Omit "tree"' in text
 

@@ -198,7 +198,11 @@ def test_the_config_describes_the_drafter(target, trained):
     heldout = config["medusa"]["training"]["heldout"]
     assert len(heldout["top"]) == K and heldout["labels"] > 0
     found = inspect_eagle(trained, target)
-    assert (found.method, found.draft_vocab_size, found.fits) == ("eagle3", 300, True)
+    assert (found.drafter.method, found.drafter.draft_vocab_size, found.fits) == (
+        "eagle3",
+        300,
+        True,
+    )
     with pytest.raises(HeadsError, match="an EAGLE drafter, not heads"):
         peek_heads(trained)  # as in calibrate and tree
 
@@ -261,8 +265,8 @@ def test_training_continues_from_eagle_3_1(target, records, trained, tmp_path):
     assert after.keys() == weights_of(trained).keys() | norms.keys()
     assert all(not torch.equal(after[name].float(), norm) for name, norm in norms.items())
     found = inspect_eagle(tmp_path / "more", target)
-    assert found.fits and found.kind == "EAGLE-3.1"
-    assert found.features[0] == "3 norms before fc" and len(found.features) == 3
+    assert found.fits and found.drafter.kind == "EAGLE-3.1"
+    assert found.drafter.features[0] == "3 norms before fc" and len(found.drafter.features) == 3
 
 
 @pytest.mark.parametrize(
