@@ -25,7 +25,7 @@ from vllm_medusa.options import Options, command_line, values_of
 DONE, LOG = "done.json", "log.txt"
 # Paths are ignored: their contents follow from earlier stages.
 PLACES = {"model", "target", "heads", "prompts", "data", "heldout", "output"}
-MACHINE = {"batch"}  # depends on the available memory, as the engine's `MEMORY_OPTIONS` do
+MACHINE = {"batch"}  # tokens do not depend on it, as on the engine's `MEMORY_OPTIONS`
 
 
 @dataclass(frozen=True)

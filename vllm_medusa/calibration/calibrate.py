@@ -15,7 +15,7 @@ from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.collect import FOLDER, collect
 from vllm_medusa.calibration.observations import EAGLE, FILE, NO_LABEL, Observations
 from vllm_medusa.calibration.options import CalibrateOptions
-from vllm_medusa.calibration.walks import Ranks, Walks, walked_tree
+from vllm_medusa.calibration.walks import Walks, walked_tree
 from vllm_medusa.files import Run
 from vllm_medusa.heads.checkpoint import peek_heads, provenance_of, update_config
 from vllm_medusa.heads.eagle import drafter_method
@@ -170,36 +170,23 @@ def _trained_on(medusa: Mapping[str, Any]) -> set[str]:
 def measure_accuracy(observations: Observations, walks: Walks) -> dict[str, Any]:
     """The share of labels at each rank of each head [K][R], and the number of labels [K].
 
-    ``overall``: at every position; ``walked``: where ``walks`` of all texts reach an inner node of
-    depth h, as decoding uses head h only there; its accuracy there is far below the average. Plain
-    JSON; a share is None where nothing was counted.
+    Measured where ``walks`` of all texts reach an inner node of depth h, as decoding uses head h
+    only there; its accuracy there is far below the average over all positions. Plain JSON; a share
+    is None where nothing was counted.
     """
     visited = walks.visited()
-    walked = walks.ranks[visited]
     reached = walks.jumps[visited] - 1  # depth at which each step stopped
     inner = {path[:-1] for path in walks.paths if path}
     has_child = np.array([path in inner for path in walks.paths])[walks.stops[visited]]
-    cases: dict[str, list[Ranks]] = {"overall": list(observations.ranks.T), "walked": []}
+    width = observations.num_ranks
+    accuracy: list[list[float | None]] = []
+    counts: list[int] = []
     for head in range(observations.num_heads):
-        # counted: passed by a deeper step, or stopped at a node of this depth with children
+        # passed by a deeper step, or stopped at a node of this depth with children
         counted = (reached > head) | ((reached == head) & has_child)
-        cases["walked"].append(walked[counted, head])
-    return {
-        "accuracy": {
-            name: [shares(ranks, observations.num_ranks) for ranks in heads]
-            for name, heads in cases.items()
-        },
-        "counted_positions": {
-            name: [int((ranks != NO_LABEL).sum()) for ranks in heads]
-            for name, heads in cases.items()
-        },
-    }
-
-
-def shares(ranks: Ranks, num_ranks: int) -> list[float | None]:
-    """Fractions [R] of labels at each rank; None without labels."""
-    labels = ranks[ranks != NO_LABEL]
-    if not len(labels):
-        return [None] * num_ranks
-    counts = np.bincount(labels[labels < num_ranks], minlength=num_ranks)
-    return [round(count / len(labels), 4) for count in counts.tolist()]
+        labels = walks.ranks[visited[counted], head]
+        labels = labels[labels != NO_LABEL]
+        counts.append(len(labels))
+        hits = np.bincount(labels[labels < width], minlength=width).tolist()
+        accuracy.append([round(hit / len(labels), 4) if len(labels) else None for hit in hits])
+    return {"accuracy": accuracy, "counted_positions": counts}

@@ -43,15 +43,15 @@ def run(options: GenerateOptions, progress: ConsoleProgress) -> int:
 
 
 def run_distill(options: DistillOptions, progress: ConsoleProgress) -> int:
-    """Generate training texts, and print a summary; returns 1 if a prompt failed."""
+    """Generate training texts, and print the speed; returns 1 if a prompt failed."""
     from vllm_medusa.training.distill import distill
 
     return _conclude(distill(options, progress, invocation()), "records", progress)
 
 
 def _conclude(done: Generated, what: str, progress: ConsoleProgress) -> int:
-    for text in filter(None, (done.summary, done.speed)):
-        progress.note(str(text))
+    if done.speed is not None:
+        progress.note(str(done.speed))
     progress.note(f"{what} in {done.output}")
     if not done.failed:
         return 0

@@ -68,8 +68,6 @@ def _quality(quality: dict[str, Any], bounds: dict[str, Any]) -> Table:
     table = figures("", "value", "allowed", title=title)
     for words, name, form, bound in (
         ("KL(original || new), nats per token", "kl", ".4g", "max_kl"),
-        ("KL(new || original)", "reverse_kl", ".4g", ""),
-        ("same top-1 token", "top1_agreement", ".2%", ""),
         ("perplexity before", "perplexity_before", ".4f", ""),
         ("perplexity after", "perplexity_after", ".4f", ""),
         ("after / before", "perplexity_ratio", ".4f", "max_perplexity_ratio"),

@@ -40,7 +40,6 @@ class Generated:
     output: Path
     failed: int  # prompts with an error
     speed: Speed | None  # of the remaining prompts; None: none remained
-    summary: str = ""  # of all records
 
 
 def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated:

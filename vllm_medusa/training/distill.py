@@ -14,14 +14,13 @@ written after the others: if the file contains it, the slot is finished.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_medusa.heads.provenance import provenance
-from vllm_medusa.job import SILENT, Progress, plural
+from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.batch import Answer, Conversation, Engine, Request, Result, Session
 from vllm_medusa.offline.defaults import readable
 from vllm_medusa.offline.engine import Sampling
@@ -88,9 +87,7 @@ def distill(
                 f"{early} of {ended} conversations ended before {plan.turns} answers: a text "
                 "was truncated at --max-tokens, or a user turn was empty"
             )
-        with options.output.open("rb") as file:
-            summary = summarize(map(json.loads, file))
-        return Generated(options.output, log.failed, speed, summary)
+        return Generated(options.output, log.failed, speed)
 
 
 def _talker(model: str) -> Any:
@@ -208,24 +205,3 @@ def _pieces(answers: Iterable[Answer]) -> list[_Piece]:
         if piece.spans:
             del piece.token_ids[piece.spans[-1][1] :]
     return [piece for piece in pieces if piece.spans]
-
-
-def summarize(lines: Iterable[Mapping[str, Any]]) -> str:
-    """Counts and lengths of lines from `Plan.records`; "" if all of them are errors."""
-    lengths, texts = [], set()
-    prompts = truncated = empty = 0
-    for line in lines:  # one at a time: files may be larger than memory
-        if "error" not in line:
-            lengths.append(sum(end - start for start, end in line["generated"]))
-            texts.add(hash(tuple(line["token_ids"])))
-            prompts += len(line["token_ids"]) - lengths[-1]
-            truncated += line["finish_reason"] == "length"
-            empty += not line["text"].strip()
-    count, generated = len(lengths), sum(lengths)
-    if not count:
-        return ""
-    return (
-        f"{plural(count, 'record')}: {prompts} prompt tokens, {generated} generated (per record "
-        f"{min(lengths)} to {max(lengths)}, mean {generated / count:.1f}); {truncated / count:.1%} "
-        f"truncated, {plural(count - len(texts), 'duplicate')}, {empty} empty"
-    )

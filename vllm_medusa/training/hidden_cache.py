@@ -2,8 +2,8 @@
 
 A folder of shards, each with the rows of complete texts. A shard has a file for the inputs of
 the LM head and, for EAGLE-3, one per target layer. A file is a bare [n, H] array in one dtype,
-memory-mapped when read; runs of different methods share files. The folder's name and ``key.json``
-identify the target and the texts, so no other run reads it. A file is written under a temporary
+memory-mapped when read; runs of different methods share files. The folder's name is a digest of
+the target and the texts, so no other run reads it. A file is written under a temporary
 name and renamed, so it is always complete, and building resumes with the missing ones. Two runs
 that build the same folder concurrently write the same bytes. Without a folder the states are kept
 in memory.
@@ -15,7 +15,6 @@ they are read, in one pass per text for all its pieces, which `groups` keeps tog
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_medusa.files import digest_json, free_bytes, new_path, write_json
+from vllm_medusa.files import digest_json, free_bytes, new_path
 from vllm_medusa.offline.records import digest_of
 from vllm_medusa.training.rows import Piece, Texts, pad
 
@@ -89,8 +88,7 @@ class HiddenStates:
                 "dtype": str(dtype),
                 "plan": [self._shards, forward_tokens, which],
             }
-            self._key = json.loads(json.dumps(whole))
-            self.folder = folder / f"hidden-{digest_json(self._key)[:16]}"
+            self.folder = folder / f"hidden-{digest_json(whole)[:16]}"
         self._kept: dict[int, list[Tensor]] = {}  # shards in memory, or mapped
 
     def missing(self) -> list[int]:
@@ -115,7 +113,6 @@ class HiddenStates:
             sizes = (self._num_rows(shard) * len(self._absent(shard)) for shard in missing)
             self._require_space(sum(sizes) * self._file_row)
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / "key.json", self._key, tag)
         total, ready = sum(map(self._num_rows, todo)), 0
         for shard in todo:
             states = torch.empty(self._num_rows(shard), self.target.hidden_size, dtype=self.dtype)

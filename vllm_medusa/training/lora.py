@@ -43,10 +43,9 @@ def attach(model: Any, joint: JointOptions, *, seed: int) -> PeftModel:
     """Add a new adapter to a causal LM, in place; everything but the adapter is frozen.
 
     The adapter's weights are fp32, whatever the model's dtype. It has no effect until it is
-    trained. Without ``joint.lora_modules``, all linear layers except the LM head are adapted.
+    trained. All linear layers except the LM head are adapted.
 
-    Raises TargetError: there is no such layer, the LM head or the embedding is included, or the
-    model already has an adapter.
+    Raises TargetError: peft does not support a layer, or the model already has an adapter.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -60,7 +59,7 @@ def attach(model: Any, joint: JointOptions, *, seed: int) -> PeftModel:
     config = LoraConfig(
         r=joint.lora_rank,
         lora_alpha=joint.lora_alpha,  # type: ignore[arg-type]  # peft divides it by the rank
-        target_modules=list(joint.lora_modules) or "all-linear",
+        target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(), warnings.catch_warnings():
@@ -70,16 +69,9 @@ def attach(model: Any, joint: JointOptions, *, seed: int) -> PeftModel:
             adapted = get_peft_model(model.requires_grad_(False), config)
         except (ValueError, NotImplementedError) as error:
             raise TargetError(
-                f"peft can't adapt {kind}: {error} Choose other layers with --lora-modules, or use "
-                "--method medusa-1, which does not change the target"
+                f"peft can't adapt {kind}: {error} Use --method medusa-1, which does not change "
+                "the target"
             ) from error
-    names = [f".{name}" for name in adapted.targeted_module_names]
-    for wanted in joint.lora_modules:
-        if not any(name.endswith(f".{wanted}") for name in names):
-            raise TargetError(f"--lora-modules: {kind} has no linear layer {wanted!r}")
-    shared = (model.get_input_embeddings(), model.get_output_embeddings())
-    if any(isinstance(module, BaseTunerLayer) for module in shared):
-        raise TargetError("--lora-modules: the embedding and the LM head are never adapted")
     adapted.eval()  # keeps the target's own dropout off
     return adapted
 

@@ -5,7 +5,6 @@ Calibration uses the same machine options.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -42,11 +41,6 @@ class MachineOptions(Options):
     quantization: Literal["4bit", "8bit"] | None = option(
         "quantize the target with bitsandbytes", default=None
     )
-
-    def check(self) -> None:
-        """See `Options.check`."""
-        if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", self.device):
-            raise ValueError(f"device is {self.device!r}; use auto, cpu, cuda or e.g. cuda:1")
 
 
 class TextFiles(Options):
@@ -178,12 +172,6 @@ class JointOptions(Options):
 
     lora_rank: Positive = option(default=32)
     lora_alpha: Above = option(default=16.0)
-    lora_modules: tuple[str, ...] = option(
-        "linear layers to adapt, such as q_proj",
-        default=(),
-        metavar="NAME",
-        shown="all but the LM head",
-    )
     lm_loss: Literal["auto", "kl", "cross-entropy"] = option(
         "target's loss: kl to the original model, or cross-entropy of the text; auto: kl if the "
         "target generated all of it",

@@ -42,10 +42,10 @@ def kl_rows(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 class QualityMeter:
-    """Sums over held-out texts, fp64 [6], additive over processes."""
+    """Sums over held-out texts, fp64 [4], additive over processes."""
 
     def __init__(self, lm_head: LMHead) -> None:
-        self.lm_head, self.sums = lm_head, torch.zeros(6, dtype=torch.float64)
+        self.lm_head, self.sums = lm_head, torch.zeros(4, dtype=torch.float64)
 
     @torch.no_grad()
     def add(
@@ -65,16 +65,13 @@ class QualityMeter:
                 F.cross_entropy(old, following[at], reduction="none"),
                 F.cross_entropy(new, following[at], reduction="none"),
                 kl_rows(old, new),
-                kl_rows(new, old),
-                old.argmax(-1) == new.argmax(-1),
             )
             self.sums += torch.stack([row.double().sum().cpu() for row in rows])
 
     def result(self) -> dict[str, Any]:
         """Return the means, plain JSON except for NaN and infinity.
 
-        ``kl`` is KL(original || new) and ``reverse_kl`` KL(new || original), in nats per token;
-        ``top1_agreement`` the fraction of tokens with the same argmax.
+        ``kl`` is KL(original || new) in nats per token.
 
         Raises ValueError: no token was counted.
         """
@@ -85,13 +82,11 @@ class QualityMeter:
                 "other texts with --heldout"
             )
         means = self.sums[1:] / count
-        (before, after), (kl, reverse_kl, agreement) = means[:2].exp().tolist(), means[2:].tolist()
+        (before, after), kl = means[:2].exp().tolist(), float(means[2])
         return {
             "num_tokens": count,
             "perplexity_before": before,
             "perplexity_after": after,
             "kl": kl,
-            "reverse_kl": reverse_kl,
-            "top1_agreement": agreement,
             "perplexity_ratio": after / before,
         }

@@ -18,14 +18,14 @@ def usable(device: str) -> torch.device:
 
     Raises ValueError: torch has no such device here.
     """
-    found = torch.device(device)
     try:
+        found = torch.device(device)
         torch.empty(1, device=found)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"--device {device} can't be used here ({reason}). Use cpu, or auto for a GPU if "
-            "available."
+            f"--device {device} can't be used here ({reason}). Use cpu, cuda, e.g. "
+            "cuda:1, or auto for a GPU if available."
         ) from None
     return found
 

@@ -1,14 +1,12 @@
 import numpy as np
-import pytest
 from support.observed import observed
 
-from vllm_medusa.calibration.calibrate import measure_accuracy, shares
+from vllm_medusa.calibration.calibrate import measure_accuracy
 from vllm_medusa.calibration.observations import NO_LABEL
 from vllm_medusa.calibration.walks import Walks
 
 HEADS, RANKS = 3, 4
 TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]
-NAMES = ("overall", "walked")
 
 
 def observations(seed=0):
@@ -23,37 +21,33 @@ def observations(seed=0):
 
 
 def by_hand(found):
-    """Ranks of each head in both cases, by loops over positions and steps."""
-    cases = {(name, head): [] for name in NAMES for head in range(HEADS)}
+    """Ranks of each head, by loops over steps."""
+    cases = [[] for _ in range(HEADS)]
     for text in found.texts():
         rows = [tuple(map(int, row)) for row in text]
-        for row in rows:
-            for head in range(HEADS):
-                cases["overall", head].append(row[head])
         at = 0
         while at < len(rows):
             path = ()
             while any(node[:-1] == path for node in TREE):
-                cases["walked", len(path)].append(rows[at][len(path)])
+                cases[len(path)].append(rows[at][len(path)])
                 if (*path, rows[at][len(path)]) not in TREE:
                     break
                 path = (*path, rows[at][len(path)])
             at += 1 + len(path)
-    return cases
+    return [[rank for rank in ranks if rank != NO_LABEL] for ranks in cases]
 
 
 def test_counts_equal_those_by_hand():
     found = observations()
     measured = measure_accuracy(found, Walks(found.texts(), TREE))
-    cases = by_hand(found)
-    for name in NAMES:
-        for head in range(HEADS):
-            ranks = [rank for rank in cases[name, head] if rank != NO_LABEL]
-            assert measured["counted_positions"][name][head] == len(ranks) > 0, (name, head)
-            expected = [ranks.count(r) / len(ranks) for r in range(RANKS)]
-            assert np.allclose(measured["accuracy"][name][head], expected, atol=1e-4)
+    assert measured["counted_positions"] == [len(ranks) for ranks in by_hand(found)]
+    for ranks, shares in zip(by_hand(found), measured["accuracy"], strict=True):
+        expected = [ranks.count(r) / len(ranks) for r in range(RANKS)]
+        assert np.allclose(shares, expected, atol=1e-4)
 
 
-def test_shares_exclude_unlabeled_positions():
-    assert shares(np.array([0, NO_LABEL, 1, 9]), 2) == [pytest.approx(1 / 3, abs=1e-4)] * 2
-    assert shares(np.array([NO_LABEL]), 2) == [None, None]
+def test_heads_that_decoding_does_not_reach_have_no_shares():
+    found = observations()
+    measured = measure_accuracy(found, Walks(found.texts(), [(0,)]))
+    assert measured["counted_positions"][1:] == [0, 0]
+    assert measured["accuracy"][1:] == [[None] * RANKS] * 2

@@ -41,9 +41,7 @@ def test_records_and_their_origin(prompts, tmp_path, engine, capfd):
     assert sampling.temperature == 1.0, "engines with seeds must know whether any is above 0"
     assert (sampling.max_tokens, sampling.top_p) == (50, 0.9)
     generated = sum(r.num_generated for r in records)
-    total = sum(len(r.token_ids) for r in records)
-    text = said(capfd)
-    assert f"21 records: {total - generated} prompt tokens, {generated} generated" in text
+    assert f"{generated} tokens in" in said(capfd)
     manifest = json.loads((tmp_path / "r.jsonl.run/run.json").read_text())
     assert manifest["provenance"]["data"][0]["file"] == "prompts.jsonl"
     assert manifest["settings"]["texts"] == {

@@ -9,7 +9,7 @@ from support.fake_engine import FakeEngine
 from vllm_medusa.offline.batch import Delta, RequestRefused, run_batch
 from vllm_medusa.offline.prompts import Message, Prompt
 from vllm_medusa.offline.records import load_records, split_heldout
-from vllm_medusa.training.distill import Plan, summarize
+from vllm_medusa.training.distill import Plan
 
 EOT = 3
 
@@ -154,26 +154,6 @@ def test_a_slot_is_done_when_its_last_record_is_written():
     assert [s.index for s in plan.slots(prompts, {1, 2})] == [0, 1], "only the first records"
     assert [s.index for s in plan.slots(prompts, {0, 1, 2})] == [1]
     assert [s.index for s in plan.slots(prompts, {0, 3})] == []
-
-
-def line(tokens: Sequence[int], start: int, text: str = "x", reason: str = "stop") -> Any:
-    spans = [[start, len(tokens)]]
-    return {"token_ids": tokens, "generated": spans, "text": text, "finish_reason": reason}
-
-
-def test_the_summary_counts():
-    lines = [
-        line([1, 2, 3], 1),
-        line([1, 2, 3], 1),
-        line([1, 2, 3, 4], 1, reason="length"),
-        line([1, 0], 1, text=""),
-        {"index": 3, "error": "no"},
-    ]
-    assert summarize(lines) == (
-        "4 records: 4 prompt tokens, 8 generated (per record 1 to 3, mean 2.0); 25.0% truncated, "
-        "1 duplicate, 1 empty"
-    )
-    assert summarize(lines[:0]) == ""
 
 
 @pytest.mark.parametrize("concurrency", [1, 7])

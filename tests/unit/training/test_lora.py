@@ -68,32 +68,6 @@ def test_disabling_the_adapter_restores_the_original(model):
     assert changed.requires_grad and lora.adapter_parameters(adapted)
 
 
-def test_chosen_layers(llama):
-    adapted = lora.attach(
-        llama, JointOptions(lora_modules=("q_proj", "model.layers.1.mlp.up_proj")), seed=0
-    )
-    assert sorted(adapted.targeted_module_names) == [
-        "model.layers.0.self_attn.q_proj",
-        "model.layers.1.mlp.up_proj",
-        "model.layers.1.self_attn.q_proj",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "words"),
-    [
-        ("lm_head", "the LM head are never adapted"),
-        ("embed_tokens", "the embedding and"),
-        ("proj", "no linear layer 'proj'"),
-        ("query", "no linear layer 'query'"),
-        ("mlp", r"not supported.* Choose other layers"),
-    ],
-)
-def test_layers_that_cannot_be_adapted_are_refused(llama, wanted, words):
-    with pytest.raises(TargetError, match=f"(?s){words}"):
-        lora.attach(llama, JointOptions(lora_modules=("q_proj", wanted)), seed=0)
-
-
 def test_no_second_adapter(llama):
     lora.attach(llama, JointOptions(lora_rank=4), seed=0)
     with pytest.raises(TargetError, match="already has an adapter"):

@@ -113,7 +113,7 @@ def test_heads_learn_and_the_targets_weights_are_unchanged(whole):
     assert weights == sorted(weights) and weights[-1] == pytest.approx(0.2)
 
     first, last = measured[0], measured[-1]
-    assert abs(first["quality"]["kl"]) < 1e-9 and first["quality"]["top1_agreement"] == 1.0
+    assert abs(first["quality"]["kl"]) < 1e-9
     assert sum(last["heldout"]["loss"]) < 0.8 * sum(first["heldout"]["loss"])
     assert 1e-7 < last["quality"]["kl"] < 0.05
 
@@ -167,5 +167,5 @@ def test_before_and_after_are_measured_equally_in_bfloat16_too(source, tmp_path)
     job = Job(source, tmp_path, steps=steps, bf16=True)
     job.loop.train()
     first = next(entry["quality"] for entry in job.log() if "quality" in entry)
-    assert first["kl"] == 0.0 and first["top1_agreement"] == 1.0
+    assert first["kl"] == 0.0
     assert first["perplexity_after"] == first["perplexity_before"]
