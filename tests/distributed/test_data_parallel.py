@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.eagle import Eagle1
 from support.engine_process import ENGINE, answers, batch, engine_process
-from support.engines import Completion, medusa
+from support.engines import Completion
 from support.plain import COMMON, Plain
 from support.reference import differing
 from transformers import AutoModelForCausalLM
@@ -20,15 +20,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 COUNT = 8
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle"])
-def test_two_replicas(
-    method: str, plain: Plain, chaotic_llama: str, random_heads: str, tmp_path: Path
-) -> None:
-    config = medusa(random_heads, {"dense": [2, 2, 2]})
-    if method == "eagle":
-        drafter = Eagle1(AutoModelForCausalLM.from_pretrained(chaotic_llama)).save(tmp_path / "e")
-        tree = {"width": 3, "depth": 3}
-        config = {"method": "eagle", "model": drafter, "tree": tree, "budget": 8}
+def test_two_replicas(plain: Plain, chaotic_llama: str, tmp_path: Path) -> None:
+    """EAGLE: while one replica works, the other runs the drafter on dummy rows too."""
+    drafter = Eagle1(AutoModelForCausalLM.from_pretrained(chaotic_llama)).save(tmp_path / "e")
+    tree = {"width": 3, "depth": 3}
+    config = {"method": "eagle", "model": drafter, "tree": tree, "budget": 8}
     job = {
         "replicas": 2,
         "engine": {

@@ -206,14 +206,10 @@ class TestLlama(Cases):
 
 
 class TestMistral(Cases):
+    """With a budget every request and step has its own tree, whose depths determine the window."""
+
     architecture = "Mistral"
     window = 24
-    lengths = (45,)
-
-
-class TestDynamic(TestMistral):
-    """Every request and step has its own tree, whose depths determine the window."""
-
     lengths = (45, 30)
 
     def config(self, heads: str) -> dict[str, Any]:

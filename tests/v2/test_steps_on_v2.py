@@ -22,7 +22,6 @@ def test_on_v2() -> None:
         "tests/e2e/test_scheduling.py::test_prefix_cache_hits_on_compacted_blocks",
         "tests/e2e/test_scheduling.py::test_requests_end_exactly_at_max_model_len",
         "tests/e2e/test_scheduling.py::test_arrivals_and_aborts",
-        "tests/e2e/test_scheduling.py::test_torch_compile",
         "tests/distributed/test_tensor_parallel.py::test_greedy_tokens",
         "tests/distributed/test_tensor_parallel.py::test_seeded_tokens",
         "tests/distributed/test_tensor_parallel.py::test_the_ranks_agree",
