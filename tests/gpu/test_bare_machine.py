@@ -18,7 +18,7 @@ from support.interpreter import NOT_INTERPRETING
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted(path.parent.name for path in ROOT.glob("tests/unit/*/test_kernel.py"))
 QUICK = (  # one test of each file that has interpreted ones
-    "TestInterpreted and (empty_batch or wrong_slot or descending"
+    "TestInterpreted and (empty_batch or wrong_slot or many_chunks"
     " or tree_decoding or attention_is_checked)"
 )
 BARE = """

@@ -1,11 +1,9 @@
 """Benchmarks of engines: which numbers may be reported, and their arithmetic."""
 
-import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from shutil import copytree
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 from support.fake_engine import FakeEngine
 
 from benchmarks import compare, engines, grammar, profile
-from benchmarks.compare import CompareOptions, arm_of, arms
+from benchmarks.compare import CompareOptions, arm_of
 from benchmarks.engines import PLAIN, SAMPLED_STOCK, tau_numbers, with_error
 from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summarize
 from benchmarks.report import draw
@@ -116,44 +114,6 @@ def test_without_rounds_plain_answers_once_and_tasks_are_merged(options, monkeyp
     *_, a, b, every = rows
     assert a["gain"] == b["gain"] == 0 and "ratio" not in a
     assert every["steps"] == a["steps"] + b["steps"] and every["tau"] == pytest.approx(a["tau"])
-
-
-def test_only_existing_heads_have_arms():
-    folder = ASSETS["drafter"]
-    options = CompareOptions(forms=("static", "chain"), nodes=(4, 999), chain=(2, 99))
-    notes = []
-    found = arms([folder], options, SimpleNamespace(note=notes.append))
-    assert [arm.name for arm in found] == ["heads, static 4", "heads, chain 2"]
-    assert notes == ["heads: no static of 999", "heads: no chain of 99"]
-    both = arm_of(folder, "both", 7)
-    assert both.config["lookup"] and both.against == arm_of(folder, "dynamic", 7).name
-    assert arm_of(folder, "lookup", 7).config == {"method": "medusa", "lookup": True, "budget": 7}
-    assert arm_of(folder, "automatic", 0).config["budget"] == "auto"
-
-
-def test_folders_of_the_same_name_have_their_own_arms(tmp_path):
-    folders = [tmp_path / "more" / "heads", ASSETS["drafter"]]
-    copytree(ASSETS["drafter"], folders[0])
-    config = folders[0] / "config.json"
-    about = json.loads(config.read_text())
-    about["medusa"]["training"]["tokens"] = 1234
-    config.write_text(json.dumps(about))
-    found = arms(folders, CompareOptions(forms=("dynamic",), nodes=(4,)), SILENT)
-    assert [arm.name for arm in found] == ["more/heads, dynamic 4", "assets/heads, dynamic 4"]
-    assert [arm.what.get("training_tokens") for arm in found] == [1234, None]
-    assert {arm.what["kind"] for arm in found} == {"medusa"}
-
-
-def test_automatic_is_compared_with_the_best_alternative():
-    def row(form, batch, ratio):
-        what = {"drafter": "h", "form": form, "arm": f"h, {form}", "temperature": 0.0}
-        numbers = {"ratio": ratio, "ratio_quartiles": [ratio, ratio], "first": 0.5}
-        return what | {"texts": "t", "batch": batch} | numbers
-
-    rows = [row("automatic", 1, 1.5), row("static", 1, 1.25), row("chain", 1, 1.2)]
-    rows += [row("automatic", 8, 0.9), row("static", 8, 0.8), row("static", 16, 2.0)]
-    found = compare.best_beside_automatic(rows)
-    assert [(e["best"], e["relative"]) for e in found] == [("h, static", 1.2), ("plain", 0.9)]
 
 
 def test_an_arm_s_environment_is_restored(options, monkeypatch, tmp_path):

@@ -185,28 +185,6 @@ def test_lossless_sampling_equals_plain_sampling(llama, temperature, top_k, top_
         assert max(result.accepted_per_step) >= 2
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_real_heads(llama, shared):
-    torch.manual_seed(4)
-    heads = MedusaHeads(4, 1, HIDDEN, VOCAB, num_lm_heads=0 if shared else 4)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    tokens, _ = plain(llama, prompt(), 30)
-    assert decode(llama, heads, TREE, prompt(), 30).token_ids == tokens
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [TokenTree.chain(4), TokenTree.chain(1), TokenTree.dense([5]), TREE.prefix(20)],
-    ids=["chain", "one", "flat", "sparse"],
-)
-def test_other_trees(llama, tree):
-    tokens, states = plain(llama, prompt(3), 50)
-    result = decode(llama, PlantedHeads(tokens, states), tree, prompt(3), 40)
-    assert result.token_ids == tokens[:40]
-    check_counts(result, 40, tree.max_depth)
-
-
 def test_length_limits_truncate_anywhere(llama):
     tokens, states = plain(llama, prompt(), 40)
     heads = PlantedHeads(tokens, states, misses=0)
@@ -317,13 +295,6 @@ def test_typical_equals_brute_force(llama, greedy_root):
     assert result.token_ids == out[:25]
     assert result.accepted_per_step == accepted
     assert {0, 1, 3} <= set(accepted)
-
-
-def test_typical_at_temperature_zero_is_greedy(llama):
-    tokens, states = plain(llama, prompt(), 40)
-    config = AcceptanceConfig(mode="typical", epsilon=0.001, delta=0.01)
-    result = decode(llama, PlantedHeads(tokens, states), TREE, prompt(), 30, acceptance=config)
-    assert result.token_ids == tokens[:30]
 
 
 # Negative controls: each breaks one part, which must break equality too.

@@ -12,7 +12,7 @@ from support.recordings import RECORDING, RUN
 
 from demo.__main__ import main
 from demo.recording import Recording
-from demo.replay import frame, replay
+from demo.replay import frame
 
 
 def wrong(recording: Recording) -> Recording:
@@ -122,11 +122,23 @@ def test_a_frame_shows_the_tokens_of_both_engines_at_its_time():
     assert len(early.splitlines()) == len(late.splitlines())
 
 
-def test_the_replay_takes_as_long_as_the_engines_did():
-    clock = [0.0]
+@pytest.mark.parametrize(
+    ("change", "position"),
+    [
+        ({"token_ids": (0, 1, 9, 3, 4, 5, 6)}, 2),
+        ({"token_ids": (0, 1, 2, 3, 4, 5)}, 6),
+        ({"finish_reason": "stop"}, 7),
+    ],
+)
+def test_a_different_answer_is_not_identical(change, position):
+    assert RUN.identical and "the same 7 tokens" in RUN.outcome
+    wrong = replace(RUN, drafted=replace(RUN.drafted, **change))
+    assert not wrong.identical
+    assert wrong.first_difference == position
+    assert wrong.outcome == f"DIFFERENT from token {position} on"
 
-    def sleep(seconds: float) -> None:
-        clock[0] += seconds
 
-    replay(terminal(), RECORDING, [RUN, RUN], now=lambda: clock[0], sleep=sleep)
-    assert clock[0] == pytest.approx(2 * (RUN.seconds + 1.5), abs=0.1)
+def test_another_file_is_refused(tmp_path):
+    (tmp_path / "r.json").write_text(json.dumps({"runs": []}))
+    with pytest.raises(ValueError, match="not a recording"):
+        Recording.load(tmp_path / "r.json")

@@ -1,6 +1,5 @@
 """The benchmarks `serve` and `soak`: arrivals, requests, and verification of answers."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +7,6 @@ import pytest
 from support.assets import ASSETS, HEADS, TARGET
 
 from benchmarks import serve
-from benchmarks.compare import arm_of
-from benchmarks.engines import PLAIN
 from benchmarks.serve import AGAIN, Load, ServeOptions
 from benchmarks.soak import problem_of
 from benchmarks.soak_requests import COMPLETION, Answer, Request, requests
@@ -77,15 +74,6 @@ def test_servers_alternate_and_other_answers_have_no_figures(options, monkeypatc
     assert [row["arm"] for row in rows[1:]] == 2 * ["plain", "heads, automatic", AGAIN]
     assert rows[2]["requests"] == 4 and rows[4]["requests"] == 4
     assert rows[5]["failed"] == "1 of 4 answers differ from plain vLLM's"
-
-
-def test_a_server_s_command_line_has_the_engine_s_settings(options):
-    found = serve.words(arm_of(options.drafter, "automatic", 0), options, 8123)
-    assert found[0] == str(options.target)
-    config = json.loads(found[found.index("--speculative-config") + 1])
-    assert config["budget"] == "auto" and found[found.index("--port") + 1] == "8123"
-    assert {"--no-enable-chunked-prefill", "--no-enable-prefix-caching"} <= set(found)
-    assert "--speculative-config" not in serve.words(PLAIN, options, 8123)
 
 
 def test_the_same_seed_gives_the_same_requests():

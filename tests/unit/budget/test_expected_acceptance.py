@@ -62,14 +62,6 @@ def test_confidence_is_corrected_by_verified_drafts(factor, verified):
     assert found[3:] == pytest.approx(survival)  # another kind of requests
 
 
-def test_changing_traffic_is_followed():
-    acceptance = trained(300)
-    before = float(acceptance.gain(np.array([2.0]), None)[0])
-    for _ in range(400):
-        acceptance.observe([Drafted([0.02] * 8)] * 8, [0] * 8, [0] * 8)
-    assert float(acceptance.gain(np.array([2.0]), None)[0]) < 0.1 < before
-
-
 def test_older_observations_have_less_weight():
     gains = []
     for idle in (0, 8000):

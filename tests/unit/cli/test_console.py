@@ -50,17 +50,3 @@ def test_plain_progress_prints_occasional_lines(monkeypatch, capfd):
     assert capfd.readouterr().err == (
         "states: 2/9 3 tok/s [x], 70 s left\ntexts: 4\na [b]\nwarning: c [d]\n"
     )
-
-
-def test_a_tree_as_text(capsys):
-    chances = {(): 1.0, (0,): 0.612, (1,): 0.1, (0, 1): 0.05, (0, 2): 0.002, (0, 1, 0): 0}
-    tree = console.drawn_tree([(1,), (0,), (0, 2), (0, 1), (0, 1, 0)], chances)
-    console.stdout_console().print(tree)
-    assert capsys.readouterr().out.splitlines() == [
-        "root",
-        "├── 0  61.2 %",
-        "│   ├── 1  5.0 %",
-        "│   │   └── 0  0.0 %",
-        "│   └── 2  0.2 %",
-        "└── 1  10.0 %",
-    ]

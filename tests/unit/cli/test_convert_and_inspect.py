@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.assets import HEADS, TARGET
-from support.eagle import Eagle1, Eagle3
+from support.eagle import Eagle3
 
 from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.heads.fingerprint import target_fingerprint
@@ -100,26 +99,6 @@ def test_eagle_3(command, tmp_path):
     save_file(load_file(file) | {"d2t": torch.full((200,), 400)}, file)
     code, out, _ = command("inspect", drafter, "--json")
     assert code == 1 and json.loads(out)["checks"][0]["verdict"] == "does not fit"
-
-
-def test_eagle_1(command, tmp_path):
-    weights = SimpleNamespace(weight=torch.nn.Parameter(torch.zeros(512, 64)))
-    model = SimpleNamespace(get_input_embeddings=lambda: weights, lm_head=weights)
-    drafter = Eagle1(model).save(tmp_path / "e")
-    code, out, _ = command("inspect", drafter, "--target", target(tmp_path / "t"))
-    assert code == 0 and "method               eagle\n" in out
-
-
-def test_a_drafter_that_reads_only_the_last_state(command, tmp_path):
-    """NVIDIA publishes such drafters; vLLM serves their chains."""
-    last = {"eagle_config": {"use_aux_hidden_state": False}}
-    drafter = Eagle3(torch.zeros(512, 64), 2 * torch.arange(200), (1, 2, 3))
-    folder = drafter.save(tmp_path / "e", **last)
-    file = tmp_path / "e" / "model.safetensors"
-    save_file({n: t for n, t in load_file(file).items() if n != "fc.weight"}, file)
-    code, out, _ = command("inspect", folder, "--target", target(tmp_path / "t"))
-    assert code == 0 and "reads only the target's last hidden state" in out and "it fits" in out
-    assert medusa_config(folder)["method"] == "eagle3"
 
 
 def test_commands_recognize_a_drafters_folder(tmp_path):

@@ -36,6 +36,7 @@ def test_records_and_their_origin(prompts, tmp_path, engine, capfd):
     assert [r.request_id for r in records[1:8:2]] == ["p0#0", "p0#1", "p0#2", "1#1"]
     assert [r.temperature for r in records[1:8:2]] == [0.5, 1.0, 0.5, 1.0]
     assert [r.index for r in records[:8]] == [0, 1, 2, 3, 4, 5, 6, 8], "two indices per text"
+    assert [line["seed"] for line in lines(out)[:8:2]] == [9, 10, 11, 12]
     ((settings, sampling, extra),) = engine.built
     assert settings["speculative_config"] is None and extra["seeded"] is True
     assert sampling.temperature == 1.0, "engines with seeds must know whether any is above 0"

@@ -20,7 +20,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_medusa.budget.policy import AutoBudget, FixedBudget
 from vllm_medusa.integration.draft_messages import DraftMessage
-from vllm_medusa.integration.metrics import StepReport
 from vllm_medusa.integration.scheduler import TreeAsyncScheduler, TreeScheduler, tree_scheduler
 
 PROMPT = 5
@@ -129,12 +128,6 @@ def test_drafting_stops_at_the_largest_limit_of_a_request(make: Make, ahead: boo
     assert worker.nodes[2:] == [{"r1": 1, "r3": 3}] * 4
 
 
-def test_static_trees_are_truncated_by_vllm(make: Make) -> None:
-    scheduler = make(tree={"chain": 3})
-    assert scheduler.policy is None and scheduler.dynamic_sd_lookup is None
-    assert run(scheduler, 2, 4).nodes[-1] == {"r0": 3, "r1": 3}
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_automatic_budget_learns_from_steps(make: Make, ahead: bool) -> None:
     scheduler = make(ahead, budget="auto")
@@ -180,13 +173,3 @@ def test_a_reused_request_id_does_not_get_old_drafts(make: Make) -> None:
     worker.step()
     assert worker.nodes[-1] == {}
     assert scheduler._draft_of("r0") is not None  # its own draft
-
-
-def test_every_step_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler, sent = make(budget=4), []
-    monkeypatch.setattr(StepReport, "put_into", lambda self, stats: sent.append(self))
-    run(scheduler, 2, 5)
-    assert [(r.prefill, r.tree, r.nodes, r.requests) for r in sent] == [
-        (1, 0, 0, 2),
-        *[(0, 1, 8, 2)] * 4,
-    ]

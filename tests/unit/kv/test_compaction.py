@@ -17,14 +17,6 @@ from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0], [1, 0, 1]])
 
 
-def test_moves_by_hand():
-    slots = torch.tensor([[20, 21, 22, 23, 24, 25], [7, 8, 9, 40, 41, 42], [3, -1, -1, -1, -1, -1]])
-    nodes = torch.tensor([[0, 2, 5], [0, 3, 3], [0, 0, 0]])
-    src, dst = accepted_moves(slots, nodes, torch.tensor([2, 1, 0]))
-    assert src.tolist() == [[22, 25], [40, 7], [3, 3]]
-    assert dst.tolist() == [[21, 22], [8, 7], [3, 3]]
-
-
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),

@@ -107,20 +107,6 @@ class Cases:
         after = self.check(memory, slots, path[None, :columns], count)
         assert torch.equal(after, memory.bytes) == (nodes <= 2)
 
-    def test_descending_order_is_detected(self):
-        """Negative control for the order of depths: the overlapping case detects it."""
-        slots, path = torch.arange(6), [0, 2, 3, 4, 5]
-        cache = torch.arange(6.0)
-        rising, falling = cache.clone(), cache.clone()
-        for depth in (1, 2, 3, 4):
-            rising[slots[depth]] = rising[slots[path[depth]]]
-        for depth in (4, 3, 2, 1):
-            falling[slots[depth]] = falling[slots[path[depth]]]
-        caches = [cache.clone().view(6, 1).to(self.device)]
-        arguments = slots[None], torch.tensor([path]), torch.tensor([4])
-        self.kernel.compact_layers(LayerCaches.of(caches), *(t.to(self.device) for t in arguments))
-        assert caches[0].flatten().tolist() == rising.tolist() != falling.tolist()
-
     def test_slots_in_many_chunks(self, monkeypatch):
         monkeypatch.setattr(self.kernel, "_CHUNK", 8)
         torch.manual_seed(0)

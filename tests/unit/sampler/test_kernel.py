@@ -277,18 +277,6 @@ class Cases:
         path = self.typical(tree, tokens, torch.zeros(1, 2), rows, epsilon, delta)
         assert path.num_accepted.tolist() == [0, 1, 1]
 
-    def test_the_likelihood_of_a_path_includes_all_nodes(self):
-        """0.3 * 0.5 against 0.6 * 0.3: the last node alone would choose the other path."""
-        tree = static([[0], [1], [0, 0], [1, 0]], [5, 5])
-        root, first, second = (0.3, 0.6, 0.05, 0.05), (0.5, 0.3, 0.1, 0.1), (0.3, 0.3, 0.2, 0.2)
-        logits = torch.tensor([root, first, second]).log()
-        tokens = torch.tensor([[0, 0, 1, 0, 0]] * 2)
-        rows = torch.tensor([[0, 1, 2, 0, 0]] * 2)
-        path = self.check_typical(
-            tree, tokens, logits, rows, torch.full((2,), 0.01), torch.full((2,), 0.3)
-        )
-        assert path.nodes.tolist() == [[0, 2, 4]] * 2
-
     def test_an_absent_draft_is_rejected(self):
         """Its logit would be the number before the row, a plausible one."""
         tree = static([[0], [0, 0]], [3])

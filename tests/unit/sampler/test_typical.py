@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.random_trees import Case, padded
 from support.tree_strategies import cases
 
-from vllm_medusa.sampler import close_path, typical_path
+from vllm_medusa.sampler import typical_path
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
@@ -56,12 +56,3 @@ def test_the_comparison_is_strict(dtype):
     bounds = torch.tensor([0.5, 0.499], dtype=dtype)  # p is 0.5; delta exp(-ln 2) = 0.5 at delta 1
     path = typical_path(tree, tokens, probs, bounds, torch.ones(2, dtype=dtype))
     assert path.num_accepted.tolist() == [0, 1]
-
-
-def test_an_absent_draft_is_rejected_and_the_caller_chooses_the_final_token():
-    tree = TreeBatch.from_static(TreeTensors.from_tree(TokenTree.chain(2)), torch.tensor([3]))
-    probs = torch.full((1, 3, 2), 0.5)
-    tokens = torch.tensor([[0, 1, -1]])
-    path = typical_path(tree, tokens, probs, torch.tensor([0.1]), torch.tensor([0.3]))
-    verdict = close_path(path, tokens, torch.tensor([7]))
-    assert verdict.output_token_ids.tolist() == [[1, 7, -1]]

@@ -3,7 +3,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 from support.fake_engine import FakeEngine
 
 from vllm_medusa.offline.batch import Delta, RequestRefused, run_batch
@@ -129,49 +128,3 @@ def test_a_refused_prompt_is_recorded_as_an_error():
     engine = FakeEngine(longest_prompt=3)
     (line,) = lines_of(engine, Plan(turns=2), Prompt(5, 6, "p", text="too long"))
     assert line == {"index": 10, "request_id": "p", "error": "the prompt has 8 tokens"}
-
-
-def test_each_sample_has_its_own_name_seed_and_temperature():
-    engine = FakeEngine()
-    plan = Plan(samples=3, temperatures=(0.5, 1.0), seed=100)
-    prompts = [Prompt(i, i + 1, f"p{i}", text=f"text {i}") for i in (0, 2)]  # line 2 is bad
-    slots = list(plan.slots(prompts, set()))
-    assert [(s.index, s.request_id) for s in slots] == [
-        *((s, f"p0#{s}") for s in range(3)),
-        *((6 + s, f"p2#{s}") for s in range(3)),
-    ]
-    lines = {line["index"]: line for line in lines_of(engine, plan, *slots)}
-    assert [lines[i]["temperature"] for i in range(3)] == [0.5, 1.0, 0.5]
-    assert engine.options["1.0"] == {"temperature": 1.0}
-    assert all(lines[i]["seed"] == 100 + i == engine.seeds[f"{i}.0"] for i in lines)
-    assert [s.index for s in plan.slots(prompts, {0, 2, 7})] == [1, 6, 8]
-    assert [s.request_id for s in Plan().slots(prompts, set())] == ["p0", "p2"]
-
-
-def test_a_slot_is_done_when_its_last_record_is_written():
-    plan = Plan(samples=2, turns=3)
-    prompts = [Prompt(0, 1, "p", turns=("a", "b", "c"))]
-    assert [s.index for s in plan.slots(prompts, {1, 2})] == [0, 1], "only the first records"
-    assert [s.index for s in plan.slots(prompts, {0, 1, 2})] == [1]
-    assert [s.index for s in plan.slots(prompts, {0, 3})] == []
-
-
-@pytest.mark.parametrize("concurrency", [1, 7])
-def test_texts_do_not_depend_on_the_batch_or_on_earlier_results(concurrency):
-    plan = Plan(samples=3, temperatures=(0.5, 1.0), seed=5)
-    prompts = [Prompt(i, i + 1, f"p{i}", text=f"text {i}") for i in range(6)]
-
-    def made(done):
-        results = run_batch(
-            plan.slots(prompts, done),
-            FakeEngine(),
-            concurrency=concurrency,
-            seed=plan.seed,
-            session=plan.session,
-        )
-        return {r["index"]: r for result in results for r in plan.records(result)}
-
-    whole = made(set())
-    done = {0, 3, 4, 11}
-    assert made(done) == {i: r for i, r in whole.items() if i not in done}
-    assert len(whole) == 18

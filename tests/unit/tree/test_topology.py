@@ -29,15 +29,6 @@ def test_small_tree_by_hand():
     assert tree.head_widths == (2, 3, 1)
 
 
-def test_roots_chains_and_dense_trees():
-    root, chain, dense = TokenTree.chain(3).prefix(1), TokenTree.chain(3), TokenTree.dense([2, 2])
-    assert (root.num_nodes, root.num_draft_tokens, root.max_depth) == (1, 0, 0)
-    assert (root.parents, root.head_widths) == ((-1,), ())
-    assert chain.paths == ((0,), (0, 0), (0, 0, 0))
-    assert dense.paths == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
-    assert dense.head_widths == (2, 2)
-
-
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_dense_has_every_combination_in_order(widths):
     expected, level = 1, 1
@@ -83,11 +74,6 @@ def test_any_order_gives_the_same_nodes_parents_first(tree, random):
     reordered = TokenTree.from_paths(shuffled)  # the constructor refuses children first
     assert set(reordered.paths) == set(tree.paths)
     assert TokenTree.from_paths(reordered.paths) == reordered
-
-
-def test_early_children_move_directly_after_their_parent():
-    tree = TokenTree.from_paths([[0, 1], [0, 1, 0], [1], [0, 0], [0], [2]])
-    assert tree.paths == ((1,), (0,), (0, 1), (0, 1, 0), (0, 0), (2,))
 
 
 def test_truncation_keeps_what_fits():
