@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <vector>
 
 #include <immintrin.h>
@@ -102,6 +103,15 @@ inline uint32_t any(Ints mask) {  // one bit a lane
   return _mm256_movemask_ps((__m256)mask);
 #endif
 }
+
+// Memory from the start of a cache line: across lines, loads of tiles are up to twice as slow.
+template <class T> struct Lines : std::allocator<T> {
+  template <class U> struct rebind { using other = Lines<U>; };
+  static constexpr std::align_val_t LINE{64};
+  T* allocate(size_t count) { return static_cast<T*>(operator new(count * sizeof(T), LINE)); }
+  void deallocate(T* memory, size_t) { operator delete(memory, LINE); }
+};
+template <class T> using Aligned = std::vector<T, Lines<T>>;
 
 // Whether Linux lets this process use AMX tiles, if the CPU has them.
 inline bool tiles_allowed() {

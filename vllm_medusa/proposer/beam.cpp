@@ -79,13 +79,14 @@ typedef int32_t Sums __attribute__((vector_size(64)));  // one per row of a bloc
 #ifdef __AVX512VNNI__
 // Inputs as integers of 15 bits, 128 * high + low, of which each product takes 8.
 struct Quantized {
-  int64_t size;                        // columns, padded
-  std::vector<int8_t> high, low;       // [rows, size], rows padded to 16
+  int64_t size = 0;                    // columns, padded
+  Aligned<int8_t> high, low;           // [rows, size], rows padded to 16
   std::vector<int32_t> highs, lows;    // [rows], 128 * sums
   std::vector<float> scale;            // [rows]
 
-  Quantized(const float* x, int64_t count, int64_t columns) : size((columns + 63) / 64 * 64) {
+  void assign(const float* x, int64_t count, int64_t columns) {
     const int64_t rows = (count + 15) / 16 * 16;
+    size = (columns + 63) / 64 * 64;
     high.resize(rows * size), low.resize(rows * size);
     highs.resize(rows), lows.resize(rows), scale.resize(rows);
     for (int64_t r = 0; r < count; r++) {
@@ -107,6 +108,8 @@ struct Quantized {
         std::memcpy(high.data() + r * size + i, parts, 16);
         std::memcpy(low.data() + r * size + i, parts + 1, 16);
       }
+      for (auto* each : {&high, &low})
+        std::fill(each->data() + r * size + columns, each->data() + (r + 1) * size, 0);
       highs[r] = 128 * _mm512_reduce_add_epi32(sums[0]);
       lows[r] = 128 * _mm512_reduce_add_epi32(sums[1]);
       scale[r] = largest / (127 * 128) + _mm512_reduce_add_ps((__m512)invalid);
@@ -165,7 +168,7 @@ void multiply_block(const Matrix& matrix, const Quantized& x, int64_t count, int
 #ifdef __AMX_INT8__
   if (tiles_allowed() && count > 4) return multiply_tiles(matrix, x, count, out, y);
 #endif
-  for (int64_t r = 0; r < count; r += 8) {  // rows from `count` on are zeros
+  for (int64_t r = 0; r < count; r += 8) {  // sums of rows from `count` on are not used
     const int64_t rest = count - r;
     if (rest == 1) multiply_rows<1>(matrix, x, r, count, out, y);
     else if (rest == 2) multiply_rows<2>(matrix, x, r, count, out, y);
@@ -175,7 +178,9 @@ void multiply_block(const Matrix& matrix, const Quantized& x, int64_t count, int
 }
 
 void multiply_bytes(const Matrix& matrix, const float* input, int64_t count, float* y) {
-  const Quantized x(input, count, matrix.columns);
+  static thread_local Quantized kept;  // keeps its memory
+  kept.assign(input, count, matrix.columns);
+  const Quantized& x = kept;  // the caller's, for all threads
 #pragma omp parallel
   {
     [[maybe_unused]] const Tiles tiles;

@@ -110,8 +110,8 @@ template <> struct Products<BFloat16, true> {
   static constexpr bool ROUNDS_WEIGHTS = true;
 
   // fp32 [16, size] -> bf16, rows `size` elements apart
-  static std::vector<uint16_t>& halves(const float* from, int64_t size) {
-    static thread_local std::vector<uint16_t> found;
+  static Aligned<uint16_t>& halves(const float* from, int64_t size) {
+    static thread_local Aligned<uint16_t> found;
     found.resize(TILE * size + 32);
     for (int64_t i = 0; i < TILE * size; i += W) {
       const __m256bh part = _mm512_cvtneps_pbh((__m512)load(from + i));
@@ -175,7 +175,7 @@ template <> struct Products<BFloat16, true> {
 #endif
 
 template <class T, bool paired, int R>
-void attend(const Plan& plan, const Layer& layer, const Item& item, std::vector<float>& memory,
+void attend(const Plan& plan, const Layer& layer, const Item& item, Aligned<float>& memory,
             float* partial) {  // if several parts: [TILE, dim] sums, [TILE] maxima, [TILE] totals
   using Product = Products<T, paired>;
   constexpr int64_t TILE = Product::TILE, STEP = Product::STEP;
@@ -314,7 +314,7 @@ void run(const Plan& plan, const Layer& layer) {
   const int64_t count = items.size();
 #pragma omp parallel
   {
-    static thread_local std::vector<float> memory;
+    static thread_local Aligned<float> memory;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
       const bool few = TILE == 8 && plan.rows[all[i].request] * group - all[i].tile * TILE <= 4;
