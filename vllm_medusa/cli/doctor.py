@@ -24,8 +24,7 @@ platform, the plugin, compilers, memory, disk and optional packages. With a targ
 or a drafter for it, check that an engine would accept them.
 ---
 Marks: ok; NO: needed and does not work; - : optional, or slower than possible.
-No weights are loaded; `vllm-medusa inspect HEADS --target MODEL` also looks for damaged values of
-heads.
+No weights are loaded; `vllm-medusa inspect HEADS --target MODEL` also looks for damaged values.
 Exit status: 0 everything needed works, 1 something does not."""
 
 EXTRAS = ("train", "parquet", "ray", "bench")
