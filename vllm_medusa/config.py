@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -419,6 +420,19 @@ def run_engines_in_this_process() -> None:
     A separate core process would outlive a killed caller and keep its memory.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+@contextmanager
+def loggers_left_alone() -> Iterator[None]:
+    """Without this, vLLM configures its loggers again for each engine's config."""
+    environment = dict(os.environ)
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+    os.environ.pop("VLLM_LOGGING_CONFIG_PATH", None)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def _explained(kind: type[_Options], error: ValidationError) -> str:

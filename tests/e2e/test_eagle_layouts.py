@@ -33,7 +33,8 @@ Patch = pytest.MonkeyPatch
 
 
 def with_window(drafter: Eagle3) -> None:
-    drafter.window = WINDOW
+    """And with scaled positions, which other cases do not have."""
+    drafter.window, drafter.rope_factor = WINDOW, 4.0
 
 
 def as_of_speculators(drafter: Eagle3) -> None:

@@ -98,12 +98,14 @@ class Eagle3(nn.Module):
         norm_output: the next step's state is the normed one.
         norm_before_residual: the layer's residual is the normed state.
         window: of its attention.
+        rope_factor: by which positions are divided (RoPE's type "linear").
         reads_last: it reads the target's last hidden state, without ``fc``.
 
     """
 
     norm_output = norm_before_residual = reads_last = False
     window: int | None = None
+    rope_factor = 1.0
 
     def __init__(
         self,
@@ -193,7 +195,7 @@ class Eagle3(nn.Module):
         normed = layer.hidden_norm(states)
         x = torch.cat([embeds, normed], -1)
         states = normed if self.norm_before_residual else states
-        query, key, value = layer.keys(x, torch.arange(length))
+        query, key, value = layer.keys(x, torch.arange(length) / self.rope_factor)
         if seen is None:
             seen = torch.ones(length, length, dtype=torch.bool).tril()
             if self.window is not None:
@@ -227,6 +229,9 @@ class Eagle3(nn.Module):
         """Write SafeAILab's layout; ``changes`` apply to its config."""
         layer = self.midlayer
         kind = "Qwen3" if "q_norm" in layer.self_attn else "Llama"
+        rope: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "default"}
+        if self.rope_factor != 1:
+            rope |= {"rope_type": "linear", "factor": self.rope_factor}
         config = {
             "architectures": [f"{kind}ForCausalLM"],
             "model_type": kind.lower(),
@@ -241,7 +246,7 @@ class Eagle3(nn.Module):
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
-            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+            "rope_parameters": rope,
             "tie_word_embeddings": False,
             "bos_token_id": 0,
             "eos_token_id": 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from vllm_medusa.cli.console import ConsoleProgress, drawn_tree, invocation, stdout_console
 from vllm_medusa.convert.options import ConvertOptions
@@ -26,12 +27,10 @@ for EAGLE-3 drafters (also native):
   speculators   vLLM's speculators library"""
 
 INSPECT = """\
-Describe a checkpoint of Medusa heads: its contents, its provenance, whether a value is damaged,
-and, with --target, whether it fits that model. For an EAGLE drafter, the config and the headers are
-checked.
+Describe a checkpoint of heads or of an EAGLE drafter: its contents, whether a value is NaN or
+infinite, and, with --target, whether it fits that model.
 
-Exit status: 0 it fits, 1 it does not, 2 it is not a checkpoint of heads, or --target
-is not a model."""
+Exit status: 0 it fits, 1 it does not, 2 it is no such checkpoint, or --target is not a model."""
 
 _MARKS = {"fits": "ok ", "does not fit": "NO ", "unknown": "?  "}
 _SHOWN_NODES = 40
@@ -76,16 +75,17 @@ def run_inspect(options: InspectOptions, progress: ConsoleProgress) -> int:
     from vllm_medusa.heads.model import HeadsError
 
     found: Inspection | EagleInspection
-    places, revision = (options.path, options.target), options.revision
+    places = options.path, options.target
+
+    def reading(done: int, total: int) -> None:
+        progress.at("reading", done / 1e6, total / 1e6, "MB")
+
+    given: dict[str, Any] = {"revision": options.revision, "progress": reading}
     try:
-        if is_drafter(find_checkpoint(options.path, revision)):
-            found, what = inspect_eagle(*places, revision=revision), "an EAGLE drafter"
+        if is_drafter(find_checkpoint(options.path, options.revision)):
+            found, what = inspect_eagle(*places, **given), "an EAGLE drafter"
         else:
-            found = inspect_heads(
-                *places,
-                revision=revision,
-                progress=lambda done, total: progress.at("reading", done / 1e6, total / 1e6, "MB"),
-            )
+            found = inspect_heads(*places, **given)
             what = f"{'Hydra' if found.info.is_hydra else 'Medusa'} heads"
     except (HeadsError, OSError) as error:
         if not options.json:

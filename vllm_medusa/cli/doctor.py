@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import platform
 import re
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
@@ -13,6 +16,7 @@ from pathlib import Path
 
 from vllm_medusa import plugin
 from vllm_medusa.cli.console import ConsoleProgress
+from vllm_medusa.config import loggers_left_alone
 from vllm_medusa.files import free_bytes
 from vllm_medusa.offline.engine import free_share, medusa_config, refuse_unserved
 from vllm_medusa.offline.machine import describe_machine, fast_bfloat16, format_machine
@@ -24,8 +28,7 @@ platform, the plugin, compilers, memory, disk and optional packages. With a targ
 or a drafter for it, check that an engine would accept them.
 ---
 Marks: ok; NO: needed and does not work; - : optional, or slower than possible.
-No weights are loaded; `vllm-medusa inspect HEADS --target MODEL` also looks for damaged values of
-heads.
+No weights are loaded; `vllm-medusa inspect HEADS --target MODEL` also looks for damaged values.
 Exit status: 0 everything needed works, 1 something does not."""
 
 EXTRAS = ("train", "parquet", "ray", "bench")
@@ -54,17 +57,30 @@ def run(options: DoctorOptions, progress: ConsoleProgress) -> int:
     """Print the result of each check; 1 if something that is needed does not work."""
     print(versions())
     status = 0
-    logging.disable(logging.INFO)
-    for name, check in _checks(options):
-        try:
-            mark, text = "ok", check()
-        except UserWarning as error:  # optional, or slower than possible
-            mark, text = "- ", str(error)
-        except Exception as error:  # importing vLLM and compiling may raise anything
-            mark, text, status = "NO", str(error) or type(error).__name__, 1
-        print(f"{mark} {name}: {text}", flush=True)
-    logging.disable(logging.NOTSET)
+    with _only_errors_logged():
+        for name, check in _checks(options):
+            try:
+                mark, text = "ok", check()
+            except UserWarning as error:  # optional, or slower than possible
+                mark, text = "- ", str(error)
+            except Exception as error:  # importing vLLM and compiling may raise anything
+                mark, text, status = "NO", str(error) or type(error).__name__, 1
+            print(f"{mark} {name}: {text}", flush=True)
     return status
+
+
+@contextmanager
+def _only_errors_logged() -> Iterator[None]:
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logging.disable(logging.INFO)
+    logger.setLevel(logging.ERROR)
+    try:
+        with loggers_left_alone():
+            yield
+    finally:
+        logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 def _checks(options: DoctorOptions) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -119,6 +135,11 @@ def _instructions() -> str:
 
 
 def _memory() -> str:
+    if shutil.which("lscpu") is None:
+        raise RuntimeError(
+            "vLLM does not start on a CPU without lscpu: install util-linux (Debian: apt install "
+            "util-linux), or add its folder to PATH"
+        )
     free = free_share()
     text = f"{free:.0%} free; vLLM reserves {_DEFAULT_SHARE:.0%} by default"
     if free < _DEFAULT_SHARE:
@@ -140,14 +161,17 @@ def _compile() -> str:
 
 
 def _engine(model: str, heads: str | None) -> str:
+    plugin.find_entry_point()  # without it, vLLM's own error has no remedy
     config = medusa_config(heads, {} if heads else {"lookup": True})
-    quiet = {"vllm": logging.ERROR, "vllm.medusa": logging.WARNING}  # the latter: about the heads
-    levels = {name: logging.getLogger(name).level for name in quiet}
+    logger, ours = logging.getLogger("vllm.medusa"), logging.handlers.BufferingHandler(100)
+    logger.addHandler(ours)
+    logger.setLevel(logging.WARNING)
     try:
-        for name, level in quiet.items():
-            logging.getLogger(name).setLevel(level)
         refuse_unserved({"model": model, "speculative_config": config})
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-    return f"{model} with {heads or 'lookup'} would start"
+        logger.removeHandler(ours)
+        logger.setLevel(logging.NOTSET)
+    text = f"{model} with {heads or 'lookup'} would start"
+    if said := [record.getMessage() for record in ours.buffer]:
+        raise UserWarning(f"{text}. {' '.join(said)}")
+    return text

@@ -28,6 +28,7 @@ from vllm_medusa.heads.files import (
     TensorSpec,
     find_checkpoint,
     is_drafter,
+    is_finite,
     read_json,
 )
 from vllm_medusa.heads.formats import TOKEN_MAP, Slot, name_of, read_names
@@ -380,7 +381,7 @@ def load_heads(
             tensor = tensor[:vocab_size] if token_map is None else tensor[token_map]
         converted = tensor.to(dtype)
         slot.copy_(converted)
-        if not bool(torch.isfinite(converted).all()):
+        if not is_finite(converted):
             raise HeadsError(
                 f"{info.files.label}: {name!r} holds values up to "
                 f"{float(tensor.abs().max()):.3g}, too large for {dtype}. Load the heads as "
@@ -464,7 +465,7 @@ def _save(
 ) -> Path:
     folder = Path(folder)
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             raise HeadsError(f"{name!r} holds NaN or infinity: these weights are unusable")
     extra = dict(config or {})
     if base := extra.pop("base_model_name_or_path", None):

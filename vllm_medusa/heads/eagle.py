@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from vllm_medusa.heads.checkpoint import NO, Check, Verdict, compare
 from vllm_medusa.heads.eagle_tensors import LAYER_IDS, Layout, named_layers
-from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint, find_target
+from vllm_medusa.heads.files import CheckpointFiles, Progress, find_checkpoint, find_target
 from vllm_medusa.heads.fingerprint import config_sizes
 from vllm_medusa.heads.model import HeadsError
 
@@ -28,11 +28,12 @@ class EagleInspection:
     source: str
     drafter: Layout
     checks: list[Check]
+    damage: list[str] = field(default_factory=list)  # such a drafter can't be loaded
 
     @property
     def fits(self) -> bool:
         """Whether no problem is known."""
-        return all(check.verdict != NO for check in self.checks)
+        return not self.damage and all(check.verdict != NO for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON of everything."""
@@ -41,28 +42,33 @@ class EagleInspection:
             *("draft_vocab_size", "layers", "parameters"),
         ]
         found = {"source": self.source} | {key: getattr(self.drafter, key) for key in of_layout}
-        return {**found, "checks": [vars(check) for check in self.checks], "fits": self.fits}
+        checks = [vars(check) for check in self.checks]
+        return {**found, "damage": self.damage, "checks": checks, "fits": self.fits}
 
 
 def inspect_eagle(
-    source: str | Path, target: str | Path | None = None, *, revision: str | None = None
+    source: str | Path,
+    target: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    progress: Progress | None = None,
 ) -> EagleInspection:
-    """Inspect a drafter's config and headers, and a target's config.
+    """Inspect a drafter's config and tensors, and a target's config.
 
     Raises:
         HeadsError: Not an EAGLE drafter, or no such target.
 
     """
     files = find_checkpoint(source, revision)
-    return inspect_drafter(
-        files, {} if target is None else config_sizes(find_target(target).config)
-    )
+    sizes = {} if target is None else config_sizes(find_target(target).config)
+    found = inspect_drafter(files, sizes)
+    return replace(found, damage=files.find_damage(files.files, progress))
 
 
 def inspect_drafter(
     files: CheckpointFiles, target: Mapping[str, Any], method: str | None = None
 ) -> EagleInspection:
-    """Inspect a drafter, and check it against a target of these `config_sizes`, if known.
+    """`inspect_eagle` without values, for a target of these `config_sizes`, if known.
 
     ``method`` is vLLM's; None: it follows from the tensors.
     """
@@ -109,7 +115,7 @@ def drafter_method(source: str | Path | None) -> str | None:
     if source is None or not Path(source).expanduser().is_dir():
         return None
     try:
-        return inspect_eagle(source).drafter.method
+        return Layout.read(find_checkpoint(source)).method
     except (HeadsError, OSError):
         return None
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_medusa.heads.eagle import default_layers
-from vllm_medusa.heads.eagle_tensors import LAYER_IDS
+from vllm_medusa.heads.eagle_tensors import LAYER_IDS, rope_of
 from vllm_medusa.heads.model import HeadsError
 
 _WIDTH_OF_HEAD = 64  # default if not in the target's config
@@ -59,8 +59,6 @@ class EagleShape:
         heads = getattr(config, "num_attention_heads", None) or max(
             1, hidden_size // _WIDTH_OF_HEAD
         )
-        rope = getattr(config, "rope_parameters", None)
-        theta = (rope if isinstance(rope, dict) else vars(config)).get("rope_theta")
         dim = getattr(config, "head_dim", None) or hidden_size // heads
         return cls(
             hidden_size=hidden_size,
@@ -70,7 +68,7 @@ class EagleShape:
             num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=dim + dim % 2,
             intermediate_size=getattr(config, "intermediate_size", None) or 3 * hidden_size,
-            rope_theta=float(theta or 10000.0),
+            rope_theta=float(rope_of(vars(config)).get("rope_theta") or 10000.0),
             rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
             max_position_embeddings=int(getattr(config, "max_position_embeddings", None) or 2048),
             **{option: bool(getattr(config, option, False)) for option in OPTIONS},

@@ -10,7 +10,7 @@ To add a layout, add its architecture to `_MODULES` and its tensors to `Layout.t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,11 @@ _COUNTS = (
     "head_dim", "intermediate_size", "draft_vocab_size", "target_hidden_size", "sliding_window",
 )  # fmt: skip
 _ALWAYS = ("hidden_size", "vocab_size", "num_hidden_layers")  # None is not allowed
-_LISTS = ("architectures", "layer_types", LAYER_IDS)
+_LISTS = ("layer_types", LAYER_IDS)
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")  # of transformers 5, and before
+_ROPE_TYPES = (  # those of vLLM that were tested, or rotate like them
+    "default", "linear", "dynamic", "ntk", "yarn", "deepseek_yarn", "llama3", "longrope",
+)  # fmt: skip
 
 _MODULES = {  # architecture, by vLLM's rules -> the layer's kind
     "EagleLlamaForCausalLM": "llama",
@@ -107,7 +111,7 @@ class Layout:
         specs = files.specs(names.values())
         shapes = {name: specs[stored].shape for name, stored in names.items()}
         flat = flat_config(config)
-        _check_types(files.label, flat)
+        _check_types(files.label, flat, config.get("architectures"))
         hidden: Any = flat.get("hidden_size")
         vocab: Any = flat.get("vocab_size")
         extra = flat.get("eagle_config")
@@ -258,6 +262,17 @@ class Layout:
                 f"its activation (hidden_act) is {act!r}; vLLM's module has only 'silu'. Use "
                 "another drafter"
             )
+        rope = rope_of(self.config)
+        if parts := [key for key, value in rope.items() if isinstance(value, Mapping)]:
+            yield (
+                f"its rope_parameters are of types of layers ({', '.join(parts)}), which vLLM's "
+                "module does not read. Put those of its layers' type directly into rope_parameters"
+            )
+        elif rope["rope_type"] not in _ROPE_TYPES:
+            yield (
+                f"its rope_type is {rope['rope_type']!r}; trees support {', '.join(_ROPE_TYPES)}. "
+                "Use another drafter"
+            )
         if self.norm_before_fc and self.fc_norm:
             yield (
                 "its config has both norm_before_fc and fc_norm, which exclude each other. Keep "
@@ -281,10 +296,16 @@ class Layout:
         for name, (shape, required) in expected.items():
             found = self.shapes.get(name)
             if found is None and required:
+                remedy = "get both from their source again"
+                if name.endswith(("q_norm.weight", "k_norm.weight")):
+                    remedy = (
+                        "if its layers are Llama's, not Qwen3's, replace Qwen3 in its "
+                        "architectures, or qwen3 in the model_type of its transformer_layer_config"
+                    )
                 yield (
                     f'it has no "{name}" {_shown(shape)}, which its config requires; vLLM would '
                     "use initial values. The checkpoint is incomplete, or its config.json is "
-                    "another's: get both from their source again"
+                    f"another's: {remedy}"
                 )
             elif found is not None and not _matches(found, shape):
                 yield (
@@ -294,20 +315,27 @@ class Layout:
         for name in sorted(self.shapes.keys() - expected.keys()):
             if "rotary_emb." not in name:  # computed by vLLM
                 remedy = next(
-                    (text for part, text in _REMEDIES.items() if part in f"{name}$"), None
+                    (text for part, text in _REMEDIES.items() if part in f"{name}$"),
+                    'Use another drafter, or vLLM\'s own chains: omit the "tree"',
                 )
-                remedy = remedy or 'Use another drafter, or vLLM\'s own chains: omit the "tree"'
                 yield f'it has "{name}", which vLLM does not read with its config. {remedy}'
 
 
-def _check_types(label: str, config: Mapping[str, Any]) -> None:
+def _check_types(label: str, flat: Mapping[str, Any], architectures: Any) -> None:
     """Refuse values in a config whose type would raise an error later, or be misread."""
-    for key in (*_COUNTS, *_LISTS):
+    config = {**flat, "architectures": architectures}
+    for key in ("architectures", *_COUNTS, *_LISTS, *_ROPE_KEYS):
         value = config.get(key)
         if value is None and (key not in config or key not in _ALWAYS):
             continue
         if key in _COUNTS and not (type(value) is int and value > 0):
             wanted = "a positive integer"
+        elif key in _ROPE_KEYS and not isinstance(value, Mapping):
+            wanted = "an object"
+        elif key == "architectures" and not (
+            isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+        ):
+            wanted = "a list of names"
         elif key in _LISTS and not isinstance(value, list | tuple):
             wanted = "a list"
         else:
@@ -343,10 +371,18 @@ def named_layers(config: Mapping[str, Any]) -> list[int] | None:
     return list(ids) if ids else None
 
 
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of RoPE in a flat config, read as transformers 5 reads old and new keys."""
+    found = config.get("rope_scaling") or config.get("rope_parameters")
+    found = found if isinstance(found, Mapping) else {}
+    outer = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    given = {key: value for key, value in outer.items() if value is not None}
+    return {"rope_type": found.get("type", "default"), **given, **found}
+
+
 def _module(config: Mapping[str, Any], method: str) -> tuple[str, str | None]:
     """The architecture that vLLM derives from a config.json, and its module in `_MODULES`."""
-    given: Collection[Any] = config.get("architectures") or ()
-    name = str(next(iter(given), ""))
+    name = next(iter(config.get("architectures") or ()), "")
     if (trained := config.get("speculators_model_type")) is not None:
         inner = (config.get("transformer_layer_config") or {}).get("model_type", "llama")
         kind = {"llama": "Llama", "qwen3": "Qwen3"}.get(inner)

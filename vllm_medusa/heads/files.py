@@ -51,6 +51,7 @@ DTYPES = {  # names in safetensors
 }
 # File names (None: all) -> a folder that contains those that exist.
 Fetch = Callable[[list[str] | None], Path]
+Progress = Callable[[int, int], None]  # bytes read, total bytes
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,24 @@ class CheckpointFiles:
     def finite_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """`tensors`, of which none holds NaN or infinity; else `HeadsError`."""
         for name, tensor in self.tensors(names):
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if not is_finite(tensor):
                 raise HeadsError(
                     f"{self.label}: {name!r} holds NaN or infinity: the training diverged. Retrain "
-                    "the heads"
+                    "it"
                 )
             yield name, tensor
+
+    def find_damage(self, names: Iterable[str], progress: Progress | None = None) -> list[str]:
+        """Descriptions of tensors that hold NaN or infinity; reads each once."""
+        specs, damage, done = self.specs(names), list[str](), 0
+        total = sum(spec.bytes for spec in specs.values())
+        for name, tensor in self.tensors(specs):
+            if not is_finite(tensor):
+                damage.append(f"{name!r} holds NaN or infinity: the training diverged")
+            done += tensor.nbytes
+            if progress is not None:
+                progress(done, total)
+        return damage
 
     def slices(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Lazily loaded tensors, each valid until the next one; in any order.
@@ -117,6 +130,14 @@ class CheckpointFiles:
                         f"{path} lacks {absent[0]!r}, which is in the checkpoint's index"
                     )
                 yield from ((name, get(name)) for name in wanted)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity."""
+    if not tensor.is_floating_point():
+        return True
+    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch has no isfinite of fp8
+    return bool(torch.isfinite(wide).all())
 
 
 def is_drafter(files: CheckpointFiles) -> bool:

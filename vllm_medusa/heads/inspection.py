@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vllm_medusa.heads.checkpoint import NO, Check, HeadsInfo, Verdict, fits, peek_heads
-from vllm_medusa.heads.files import find_target
+from vllm_medusa.heads.files import Progress, find_target
 from vllm_medusa.heads.fingerprint import config_sizes, match_target
 from vllm_medusa.heads.formats import TOKEN_MAP
 from vllm_medusa.tree import TokenTree, TreeError
 from vllm_medusa.tree.forms import read_tree
-
-Progress = Callable[[int, int], None]  # bytes read, total bytes
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,10 @@ def inspect_heads(
         match = match_target(info, target, heads=source)
         verdicts: dict[str, Verdict] = {"same": "fits", "different": NO, "unknown": "unknown"}
         checks.append(Check("fingerprint", verdicts[match.verdict], match.reason))
-    return Inspection(str(source), info, tree, _scan(info, progress), checks)
+    damage = info.files.find_damage(info.names.values(), progress)
+    if (ids := info.read_token_map()) is not None and ids.unique().numel() != ids.numel():
+        damage.append(f"{info.names[TOKEN_MAP]!r} has a duplicate token")
+    return Inspection(str(source), info, tree, damage, checks)
 
 
 def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:
@@ -99,18 +97,3 @@ def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:
         text = f"depth {tree.max_depth} of {info.num_heads} heads, ranks up to {ranks - 1}"
         return tree, [Check("tree", "fits", text)]
     return tree, [Check("tree", NO, text)]
-
-
-def _scan(info: HeadsInfo, progress: Progress | None) -> list[str]:
-    """Read every tensor once; returns the damage found: NaN or infinity, duplicate tokens."""
-    damage: list[str] = []
-    total, done = sum(spec.bytes for spec in info.specs.values()), 0
-    for name, tensor in info.files.tensors(info.names.values()):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            damage.append(f"{name!r} holds NaN or infinity: the training diverged")
-        if name == info.names.get(TOKEN_MAP) and tensor.unique().numel() != tensor.numel():
-            damage.append(f"{name!r} has a duplicate token")
-        done += tensor.nbytes
-        if progress is not None:
-            progress(done, total)
-    return damage

@@ -30,6 +30,8 @@ from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_medusa.heads.files import is_finite
+from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration.eagle import scratch_of
 from vllm_medusa.integration.eagle_kernel import eagle_cache, eagle_weights
 from vllm_medusa.noise import LevelNoise, Noise, Stream
@@ -157,7 +159,19 @@ class EagleTrees:
         return scratch_of(self.beam)
 
     def prepare(self) -> None:
-        """Set the attributes that drafting needs, once the drafter is loaded."""
+        """Check the loaded drafter, and set the attributes that drafting needs.
+
+        Raises:
+            HeadsError: A weight holds NaN or infinity.
+
+        """
+        for name, weight in self.model.named_parameters():
+            if not is_finite(weight):
+                raise HeadsError(
+                    f"the drafter's {name!r} holds NaN or infinity: its training diverged, or its "
+                    "values are too large for the engine's dtype. Retrain it, or use bfloat16 or "
+                    "float32"
+                )
         offsets = getattr(self.model, "draft_id_to_target_id", None)
         if offsets is not None:
             self.target_ids = torch.arange(len(offsets), device=offsets.device) + offsets

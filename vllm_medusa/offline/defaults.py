@@ -89,7 +89,7 @@ def readable(target: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # transformers and its libraries may raise anything
-        reason = " ".join(str(error).split())[:300].rstrip(".")
+        reason = " ".join(str(error).split("\n\n")[0].split()).rstrip(".")  # first paragraph
         raise ValueError(
             f"{target} can't be read as a model: {reason}. Pass a folder with the model's "
             "config.json, tokenizer and safetensors."

@@ -104,8 +104,8 @@ template <class T, bool paired> struct Products {
 };
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-// With AMX tiles, for which the paired layout is made.
-template <> struct Products<BFloat16, true> {
+// With AMX tiles, for which the paired layout is made; only if `tiles_allowed`.
+struct TileProducts {
   static constexpr int TILE = 16, STEP = 32;
   static constexpr bool ROUNDS_WEIGHTS = true;
 
@@ -174,10 +174,9 @@ template <> struct Products<BFloat16, true> {
 };
 #endif
 
-template <class T, bool paired, int R>
+template <class T, class Product, int R>
 void attend(const Plan& plan, const Layer& layer, const Item& item, Aligned<float>& memory,
             float* partial) {  // if several parts: [TILE, dim] sums, [TILE] maxima, [TILE] totals
-  using Product = Products<T, paired>;
   constexpr int64_t TILE = Product::TILE, STEP = Product::STEP;
   const int64_t D = plan.dim, size = plan.block_size, group = plan.heads / plan.kv_heads;
   const int64_t b = item.request, first = item.tile * TILE;
@@ -285,10 +284,10 @@ void merge(const Plan& plan, const Layer& layer, const Item& item, const float* 
   }
 }
 
-template <class T, bool paired>
-void run(const Plan& plan, const Layer& layer) {
+template <class T, class Product>
+void run_with(const Plan& plan, const Layer& layer) {
   constexpr int64_t MIN_PART = 512;  // minimum number of keys of a part
-  constexpr int TILE = Products<T, paired>::TILE;
+  constexpr int TILE = Product::TILE;
   const int64_t group = plan.heads / plan.kv_heads, size = TILE * (plan.dim + 2);
   static std::vector<Item> items;  // layers run one after another
   static std::vector<float> partials;
@@ -318,7 +317,7 @@ void run(const Plan& plan, const Layer& layer) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
       const bool few = TILE == 8 && plan.rows[all[i].request] * group - all[i].tile * TILE <= 4;
-      auto* attend_tile = few ? attend<T, paired, TILE == 8 ? 4 : TILE> : attend<T, paired, TILE>;
+      auto* attend_tile = few ? attend<T, Product, TILE == 8 ? 4 : TILE> : attend<T, Product, TILE>;
       attend_tile(plan, layer, all[i], memory, partial + i * size);
     }
     if (wanted > 1) {
@@ -327,6 +326,15 @@ void run(const Plan& plan, const Layer& layer) {
         if (all[i].parts > 1 && all[i].part == 0) merge<T, TILE>(plan, layer, all[i], partial + i * size);
     }
   }
+}
+
+template <class T, bool paired>
+void run(const Plan& plan, const Layer& layer) {
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+  if constexpr (paired)
+    if (tiles_allowed()) return run_with<T, TileProducts>(plan, layer);
+#endif
+  run_with<T, Products<T, paired>>(plan, layer);
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_medusa.heads.checkpoint import NO
 from vllm_medusa.heads.eagle import inspect_drafter
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
-from vllm_medusa.heads.eagle_tensors import bare_names, flat_config
+from vllm_medusa.heads.eagle_tensors import bare_names, flat_config, rope_of
 from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.training.method import Batch, Method
@@ -114,11 +114,12 @@ def load_drafter(
     for check in inspect_drafter(files, sizes).checks:
         if check.verdict == NO or check.name == "numbers of layers":
             raise HeadsError(f"{folder}: {check.name}: {check.text}. {_NOT_OURS}")
-    types, rope = config.get("layer_types") or (), config.get("rope_parameters") or {}
+    types, rope = config.get("layer_types") or (), rope_of(config)
     untrained = {
         "norm_before_fc": config.get("norm_before_fc"),
         "sliding_window": "sliding_attention" in types,
-        "rope_type": rope.get("rope_type", "default") != "default" or config.get("rope_scaling"),
+        "rope_type": rope["rope_type"] != "default",
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0,
     }
     for name, found in untrained.items():
         if found:

@@ -10,7 +10,9 @@ from typing import Any
 
 from vllm_medusa.files import read_json
 from vllm_medusa.heads.checkpoint import peek_heads
-from vllm_medusa.heads.eagle import drafter_method, inspect_eagle
+from vllm_medusa.heads.eagle import drafter_method
+from vllm_medusa.heads.eagle_tensors import Layout
+from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import write_records
 from vllm_medusa.options import described
@@ -100,7 +102,7 @@ def settle_shape(heads: HeadOptions) -> HeadOptions:
     if start is None:
         return heads
     if drafter_method(start) == "eagle3":
-        layers = inspect_eagle(start).drafter.layers
+        layers = Layout.read(find_checkpoint(start)).layers
         found: dict[str, Any] = {"kind": "eagle3", "aux_layers": tuple(layers or ())}
     else:
         info = peek_heads(start)

@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,8 @@ from support.assets import HEADS, TARGET
 from support.commands import run
 
 from vllm_medusa.cli import doctor
+from vllm_medusa.heads.checkpoint import update_config
+from vllm_medusa.heads.fingerprint import target_fingerprint
 
 PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
 
@@ -41,6 +44,17 @@ def test_what_an_engine_refuses_is_refused(capsys, monkeypatch):
     assert broken.startswith("NO engine: ") and "holds no Medusa head" in broken
 
 
+def test_heads_of_another_target(capsys, monkeypatch, tmp_path):
+    """An engine would start, and log a warning."""
+    monkeypatch.setattr(doctor, "_compile", lambda: "works")
+    heads = shutil.copytree(HEADS, tmp_path / "heads")
+    known = target_fingerprint(TARGET)
+    update_config(heads, target=known | {"sha256": "0" * 64})
+    assert run("doctor", TARGET, heads) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if " engine: " in line)
+    assert line.startswith("-  ") and "would start. " in line and "another" in line
+
+
 def test_defects_of_a_machine(tmp_path):
     """No programs, so no compiler, and a plugin that vLLM does not load."""
     defects = {
@@ -50,17 +64,18 @@ def test_defects_of_a_machine(tmp_path):
         "VLLM_PLUGINS": "",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_medusa.cli", "doctor"],
-        env=os.environ | defects,
+        [sys.executable, "-m", "vllm_medusa.cli", "doctor", TARGET, HEADS],
+        env=os.environ | defects | {"VLLM_LOGGING_LEVEL": "INFO"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
+    assert done.stderr == "" and all(line[:3] in ("ok ", "NO ", "-  ") for line in lines[5:])
     broken = dict(line[3:].split(": ", 1) for line in lines if line[:2] == "NO")
-    assert broken.keys() == {"plugin", "memory", "C++ kernels", "torch.compile"}
-    assert "unset VLLM_PLUGINS" in broken["plugin"]
-    assert "lscpu" in broken["memory"], "without which vLLM does not start on a CPU"
+    assert broken.keys() == {"plugin", "memory", "C++ kernels", "torch.compile", "engine"}
+    assert all("unset VLLM_PLUGINS" in broken[name] for name in ("plugin", "engine"))
+    assert "lscpu: install util-linux" in broken["memory"]
     assert "install g++" in broken["C++ kernels"]
     assert "--enforce-eager" in broken["torch.compile"]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.assets import HEADS
 from support.commands import run, said
 from support.models import save_model
 
@@ -216,6 +217,8 @@ def test_refused_before_anything_is_written(data, tmp_path, capsys):
         assert not new.exists() and not (full / "training").exists()
     assert run(*arguments((str(tmp_path), records), new)) == 2
     assert str(tmp_path) in said(capsys)
+    assert run(*arguments((HEADS, records), new)) == 2
+    assert "Transformers is out of date. Pass a folder with the model's" in said(capsys)
     assert run(*arguments((target, tmp_path / "bad"), new, "--on-bad-line", "skip")) == 0
     assert "skipping 2 bad lines" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ from support.conversion import convert
 from support.eagle import Eagle1, Eagle3
 
 from vllm_medusa.heads.eagle import EagleInspection, inspect_eagle
+from vllm_medusa.heads.eagle_model import EagleShape
 from vllm_medusa.heads.eagle_tensors import Layout
 from vllm_medusa.heads.files import find_checkpoint
 
@@ -157,6 +158,10 @@ def test_quantized_tensors_are_not_checked(tmp_path: Path) -> None:
         ("sliding_window", "10", "a positive integer"),
         ("hidden_size", "576", "a positive integer"),
         ("layer_types", 3, "a list"),
+        ("architectures", "LlamaForCausalLM", "a list of names"),
+        ("architectures", [3], "a list of names"),
+        ("rope_parameters", "yarn", "an object"),
+        ("rope_scaling", 2.0, "an object"),
         ("eagle_aux_hidden_state_layer_ids", 5, "a list"),
     ],
 )
@@ -166,6 +171,53 @@ def test_values_of_other_types_are_named(tmp_path, capsys, key, value, wanted):
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     assert run("inspect", tmp_path) == 2
     assert f"{key} = {value!r}; it must be {wanted}" in said(capsys)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"rope_parameters": {"rope_type": "spiral"}}, "its rope_type is 'spiral'; trees support"),
+        ({"rope_scaling": {"type": "spiral"}}, "its rope_type is 'spiral'; trees support"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "of types of layers (full_attention)",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, None),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None),
+    ],
+)
+def test_ropes(config: dict[str, Any], reason: str | None, tmp_path: Path) -> None:
+    found = problems(rewritten(saved(tmp_path, "plain"), config))
+    assert len(found) == (reason is not None)
+    assert reason is None or reason in found[0]
+
+
+def test_an_old_rope_theta_beside_new_parameters(tmp_path: Path) -> None:
+    config = SimpleNamespace(rope_theta=500.0, rope_parameters={"rope_type": "default"})
+    assert EagleShape.of(config, LAYERS, 64, 512).rope_theta == 500.0
+
+
+def test_a_layer_of_qwen3_by_its_model_type(tmp_path: Path) -> None:
+    """Speculators' config names it nowhere else."""
+    folder = saved(tmp_path, "plain")
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3"}
+    config |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+    save_config(config | {"transformer_layer_config": config}, folder / "config.json")
+    texts = problems(inspect_eagle(folder))
+    assert [text.split('"')[1].split(".")[-2] for text in texts] == ["q_norm", "k_norm"]
+    assert all("if its layers are Llama's" in text for text in texts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_damaged_values_are_found(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = saved(tmp_path, "plain")
+    assert inspect_eagle(folder).damage == []
+    weight = load_file(folder / "model.safetensors")["midlayer.mlp.up_proj.weight"]
+    weight[3, 5] = torch.nan
+    found = rewritten(folder, {}, **{"midlayer.mlp.up_proj.weight": weight.to(dtype)})
+    assert not found.fits
+    (text,) = found.damage
+    assert text.startswith("'midlayer.mlp.up_proj.weight' holds NaN or infinity")
 
 
 def test_another_activation_is_refused(tmp_path):

@@ -17,7 +17,9 @@ from support.models import HIDDEN, VOCAB, save_config, save_random_heads
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_medusa.config import MedusaConfigError
+from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration.eagle import check_captured_layers
+from vllm_medusa.integration.eagle_trees import EagleTrees
 from vllm_medusa.integration.options import (
     EITHER_SCHEDULER,
     V1_WORKER,
@@ -221,3 +223,11 @@ def test_auxiliary_layers_of_the_target(config: Config) -> None:
     model.model.aux_hidden_state_layers = (2, 3, 4)
     with pytest.raises(MedusaConfigError, match=r"trained on .* \[1, 2, 3\], but .* \[2, 3, 4\]"):
         check_captured_layers(model, made.speculative_config)
+
+
+def test_a_loaded_drafter_with_nan_is_refused() -> None:
+    trees = EagleTrees()
+    trees.model = torch.nn.Linear(4, 4)
+    trees.model.bias.data[2] = torch.nan
+    with pytest.raises(HeadsError, match=r"'bias' holds NaN or infinity.*Retrain"):
+        trees.prepare()

@@ -4,7 +4,11 @@ Tolerances: fp32 results differ by summation order, ``1e-5`` is 80 ulp of output
 types add one rounding of the output, half an ulp of its largest value (4 and 2**-8, 4 and 2**-11).
 """
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,18 @@ from support.paged_trees import Case, make_case
 
 from vllm_medusa.scorer.cpu import plan_trees, tree_attention
 
+# Linux refuses AMX tiles to a process with a signal stack too small for them.
+WITHOUT_TILES = """
+import ctypes
+class Stack(ctypes.Structure):
+    _fields_ = [(key, ctypes.c_size_t) for key in ("address", "flags", "size")]
+libc, memory = ctypes.CDLL(None), ctypes.create_string_buffer(4096)
+assert libc.sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None) == 0
+assert libc.syscall(158, 0x1023, 18) == -1  # arch_prctl, ARCH_REQ_XCOMP_PERM
+import torch
+from support.paged_trees import make_case
+print(make_case([20], [40], dtype=torch.bfloat16, isa="amx", block=32).error())
+"""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
 
@@ -81,6 +97,19 @@ def test_wrong_metadata_is_detected(wrong):
 def test_long_contexts_are_split(dtype, window):
     case = make_case([1, 2], [2100, 5], heads=(4, 1), dtype=dtype, window=window)
     assert case.error(3.0, torch.linspace(-1, 1, 4)) < TOLERANCE[dtype]
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX")
+def test_a_process_without_permission_for_amx_tiles():
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TILES],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert float(done.stdout) < TOLERANCE[torch.bfloat16]
 
 
 def test_the_refusal_names_the_value_and_the_remedy():

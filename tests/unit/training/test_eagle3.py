@@ -274,6 +274,7 @@ def test_training_continues_from_eagle_3_1(target, records, trained, tmp_path):
     [
         ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "has sliding_window"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "has rope_type"),
+        ({"partial_rotary_factor": 0.5}, "has partial_rotary_factor"),
         ({"speculators_model_type": "eagle"}, "its architecture is eagle of speculators"),
     ],
 )
