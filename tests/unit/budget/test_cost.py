@@ -84,15 +84,6 @@ def test_one_outlier_does_not_matter(times):
     assert cost.ms(rows, 1, 0.0) == pytest.approx(before, rel=0.06)
 
 
-def test_rare_counts_follow_their_neighbors():
-    """A slow step does not make a count of rows that is rarely run look expensive."""
-    cost = learned(noise=0.0)
-    for rows in (13, 14, 15):
-        cost.observe(rows, 1, 1.0, 1.6 * curve(rows, 1, 1.0))
-    near = [float(cost.ms(rows, 1, 1.0)) / curve(rows, 1, 1.0) for rows in (10, 11, 12, 14, 16)]
-    assert max(near) < 1.25  # 1.5 if knots were independent
-
-
 @pytest.mark.parametrize("factor", [3.0, 1 / 3.0])
 def test_a_wrong_table_is_corrected(factor):
     """Trees are three times as expensive or cheap as in the table."""

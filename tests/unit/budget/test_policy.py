@@ -214,7 +214,7 @@ def test_drafting_pauses_if_the_gain_is_small(gain, requests):
     cost_factor = serve(server, STEPS, NODES).speed() / plain.speed() / gain
     record = serve(server, STEPS, new_policy())
     assert record.speed() >= 0.985 * plain.speed()
-    assert gain == 1.0 or np.mean(record.drafting) < 0.2  # at 1.0, the likeliest drafts may pay
+    assert np.mean(record.drafting) < (0.2 if gain < 1 else 0.6)
 
 
 def test_drafting_ends_where_it_is_slower_than_expected():
@@ -250,6 +250,11 @@ def test_wrong_tables_are_corrected(name, wrong):
     assert speed >= 0.92 * max(record.speed(500) for record in fixed(name).values())
 
 
+def test_equal_observations_give_equal_decisions():
+    first, second = (serve(SERVERS["cpu, 4"], 300, new_policy()) for _ in range(2))
+    assert first == second
+
+
 def policy_at(per_row: float) -> AutoBudget:
     """A machine whose steps take a fixed share longer per row; heads take no time."""
     cost = StepCost(64)
@@ -270,6 +275,19 @@ def test_a_node_is_verified_if_it_saves_time(per_row, nodes):
     policy = policy_at(per_row)
     assert policy.drafting == (per_row < 1)
     assert policy.counts(DRAFTS, 1, 64)[0] in nodes
+
+
+def test_likelier_requests_get_more():
+    policy = policy_at(0.1)
+    uncertain, confident = policy.counts([Drafted([0.02] * 4), Drafted([0.9] * 4)], 2, 64)
+    assert uncertain == 0 and confident == 4
+
+
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_no_more_than_fit(room):
+    policy = policy_at(0.001)
+    assert policy.counts(DRAFTS, 1, room) == [room]
+    assert (policy.limit(1, room) > 0) == (room > 0)
 
 
 def test_no_requests_and_no_drafts():
