@@ -77,8 +77,16 @@ def test_drafts_what_the_builder_drafts(
 
     heads = heads.float()
     heads.use_target_embedding(embedding.float())
-    step = HydraStep(heads, states, heads.embed, None, sharpness, read, noise)
-    expected = build_tree(step, beam, root, num_nodes, depth, limit)
+
+    def built(beam, size):
+        step = HydraStep(heads, states, heads.embed, None, sharpness, read, noise)
+        return build_tree(step, beam, root, size, depth, limit)
+
+    expected = built(beam, num_nodes)
+    # the order of near-ties depends on rounding: also of drafts that just miss the tree
+    wide = built(Beam(beam.width + 1, beam.choices + 1, beam.depth), 64).log_survival
+    gaps = wide.sort(-1).values.diff(dim=-1)
+    assume(not bool(((gaps < 1e-3) & (wide.sort(-1).values[:, :-1] > IMPOSSIBLE)).any()))
     levels = noise and noise.at(0, 3)
     found = kernel.draft(states, root, beam, num_nodes, depth, limit, levels)
     if limit is not None:  # drafts beyond it depend on the neighbors
@@ -86,8 +94,6 @@ def test_drafts_what_the_builder_drafts(
     possible = expected.log_survival > IMPOSSIBLE
     assert torch.equal(found.log_survival > IMPOSSIBLE, possible)
     torch.testing.assert_close(found.log_survival, expected.log_survival, atol=1e-4, rtol=1e-4)
-    other = int(((found.token_ids != expected.token_ids) & possible).sum())
-    assume(other not in (1, 2))  # near-ties, since survivals agree; an error changes many tokens
     for name in ("token_ids", "parents"):
         assert torch.equal(getattr(found, name)[possible], getattr(expected, name)[possible])
 
