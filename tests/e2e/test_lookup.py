@@ -50,7 +50,7 @@ def expected(chaotic_llama: str) -> tuple[list[list[int]], list[Completion]]:
 def llm(chaotic_llama: str, expected: Any) -> Iterator[LLM]:
     """No heads. Few blocks, so that requests are preempted; step costs are measured."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup_timing, "_PLAN", ((1, (0, 0, 4, 4)),))
+        patch.setattr(startup_timing, "_PLAN", ((1, (0, 4)),))
         patch.setattr(startup_timing, "SECONDS", 300.0)
         config = {"method": "medusa", "lookup": True}
         blocks = {"block_size": 32, "num_gpu_blocks_override": 34, "enable_prefix_caching": True}

@@ -65,7 +65,7 @@ def few_steps_to_time() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         patch.setenv("VLLM_CACHE_ROOT", folder)
         envs.disable_envs_cache()  # vLLM reads its variables once
-        patch.setattr(startup_timing, "_PLAN", ((1, (0, 0, 4, 4)),))
+        patch.setattr(startup_timing, "_PLAN", ((1, (0, 4)),))
         patch.setattr(startup_timing, "_TURNS", 1)
         patch.setattr(startup_timing, "SECONDS", 60.0)
         yield

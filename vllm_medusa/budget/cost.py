@@ -3,8 +3,10 @@
     ms = speed * (plain(rows) + trees(draft nodes) + share of the heads * heads(requests))
 
 Each of the three is a curve through knots. A knot is a running estimate: the more observations it
-has, the less a new one moves it, and old observations count less. ``speed`` follows all steps,
-since a whole machine gets faster and slower. (A Kalman filter with a diagonal covariance.)
+has, the less a new one moves it, and old observations count less (a Kalman filter with a diagonal
+covariance). A curve's value at a knot is the mean of this knot, its neighbors and the whole curve,
+weighted by certainty and distance: a count that was slow once, or that has not run for long,
+follows the others. ``speed`` follows all steps, since a whole machine gets faster and slower.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ Floats = npt.NDArray[np.floating]
 # Variances of logarithms:
 _NOISE = 0.07**2  # of a step's time
 _UNSEEN = 1.0  # of a knot without observations
+_NEAR = 0.1**2  # of the difference from a knot a quarter of an octave away
+_FAR = 0.2**2  # of the difference from a curve's mean, if the knots seen do not differ more
 _SURPRISED = 0.5**2  # of all knots after a change of the machine
 _SPEED = 0.02**2  # of the machine's speed, per step
 _DRIFT = 0.0005  # growth of a knot's variance per second
@@ -41,25 +45,35 @@ class _Curve:
         self.offset = np.zeros_like(knots)  # of the logarithm, from the prior
         self.variance = np.full_like(knots, _UNSEEN)
         self.seen = np.zeros(len(knots), np.bool_)
+        apart = 4 * np.abs(np.log2(knots)[:, None] - np.log2(knots))
+        self._between = _NEAR * (4.0**apart - 1) / 3  # variance of the difference of two knots
         self._values = np.exp(self.prior)
-        self._is_stale = True  # whether interpolated `_values` are outdated
+        self._is_stale = True  # whether `_values` are outdated
 
     @property
     def values(self) -> Floats:
-        """[knots]; those without observations are interpolated."""
+        """[knots]: each with its neighbors."""
         if self._is_stale:
-            if not self.seen.all() and self.seen.any():
-                known = np.flatnonzero(self.seen)
-                logs = np.log(self.knots)
-                self.offset = np.interp(logs, logs[known], self.offset[known])
-            self._values = np.exp(self.prior + self.offset)
+            self._values = np.exp(self.prior + self._smooth(slice(None)))
             self._is_stale = False
         return self._values
 
-    def value(self, knot: int) -> float:
-        """One of `values`."""
-        values = self._values if self.seen[knot] else self.values
-        return float(values[knot])
+    def _smooth(self, knots: Any) -> Any:
+        """``offset`` of some knots, each with its neighbors."""
+        if not self.seen.any():
+            return self.offset[knots]
+        certain = self.seen / self.variance
+        certain /= certain.sum()
+        mean = certain @ self.offset
+        far = 1 / (_FAR + certain @ (self.offset - mean) ** 2)
+        near = self.seen / (self.variance + self._between[knots])
+        return (near @ self.offset + far * mean) / (near.sum(-1) + far)
+
+    def own(self, knot: int) -> float:
+        """A knot's own estimate."""
+        if not self.seen[knot]:
+            return float(self.values[knot])
+        return math.exp(self.prior[knot] + self.offset[knot])
 
     def beside(self, count: int) -> list[tuple[int, float]]:
         """The knots on both sides of a count, and their interpolation weights."""
@@ -70,10 +84,16 @@ class _Curve:
 
     def move(self, knot: int, by: float, variance: float) -> None:
         """Update the logarithm of a knot."""
+        if not self.seen[knot]:
+            self.offset[knot] = self._smooth(knot)
+            self.seen[knot] = True
         self.offset[knot] += by
         self.variance[knot] = variance
-        self.seen[knot] = True
-        self._values[knot] = math.exp(self.prior[knot] + self.offset[knot])
+        self._is_stale = True
+
+    def age(self, by: float) -> None:
+        """Increase the variances: what was learned earlier counts less."""
+        self.variance += by
         self._is_stale = True
 
 
@@ -123,14 +143,14 @@ class StepCost:
         total, slopes = 0.0, []  # d log(time) / d log(knot)
         for curve, count, factor in parts:
             found = [
-                (weight * factor * curve.value(knot), knot) for knot, weight in curve.beside(count)
+                (weight * factor * curve.own(knot), knot) for knot, weight in curve.beside(count)
             ]
             total += sum(value for value, _ in found)
             slopes.append((curve, max(found)[1], max(found)[0]))  # update the nearest knot
         error = math.log(ms / total) - self._log_speed
         if self.steps == 0:
             self._log_speed, error = self._log_speed + error, 0.0
-        expected = total * math.exp(self._log_speed)
+        expected = float(self.ms(rows, requests, heads))
         self.steps += 1
         self._age(ms / 1e3)
         slopes = [(curve, knot, slope / total) for curve, knot, slope in slopes]
@@ -146,7 +166,8 @@ class StepCost:
             variance = float(curve.variance[knot])
             gain = slope * variance / whole
             curve.move(knot, gain * error, variance * (1.0 - gain * slope))
-        self._log_speed += _SPEED / whole * error
+        if self._streak == 0:  # not for outliers
+            self._log_speed += _SPEED / whole * error
         return expected
 
     def _is_change(self, error: float) -> bool:
@@ -165,7 +186,7 @@ class StepCost:
         self._seconds += min(seconds, 1.0)
         if self._seconds > 1.0:
             for curve in self._curves:
-                np.minimum(curve.variance + _DRIFT * self._seconds, _UNSEEN, out=curve.variance)
+                curve.age(_DRIFT * self._seconds)
             self._seconds = 0.0
 
     @staticmethod
@@ -174,7 +195,7 @@ class StepCost:
 
     @staticmethod
     def _scalar(curve: _Curve, count: int) -> float:
-        return sum(weight * curve.value(knot) for knot, weight in curve.beside(count))
+        return sum(weight * float(curve.values[knot]) for knot, weight in curve.beside(count))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without variances."""

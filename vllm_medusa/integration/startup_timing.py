@@ -35,21 +35,19 @@ from vllm_medusa.integration.scheduler import TreeScheduler
 SECONDS = 10.0  # no step starts later; the slow first step is not counted
 AGAIN = 0.3  # fraction of SECONDS if costs are known from an earlier start
 _PROMPT = (0, 1)
-_WARM_UP = (0, 4)  # the first steps of a kind are slow and are discarded
-# Requests, and their draft nodes in consecutive steps, coarse first. The first step is discarded,
-# and so is a step with drafts after one without, or vice versa: the first tree after plain steps
-# takes longer than the following ones.
+# Requests, and their draft nodes, coarse first, each in two consecutive steps: the first with so
+# many rows is slow, and so is the first tree after plain steps, or vice versa.
 _PLAN = (
-    (1, (0, 0, 0, 4, 4, 2, 8)),
-    (4, (0, 0, 0, 2, 2, 4)),
-    (16, (0, 0, 0, 1, 1, 2)),
+    (1, (0, 4, 2, 8)),
+    (4, (0, 2, 4)),
+    (16, (0, 1, 2)),
     (1, (4, 1, 3, 6, 12, 5, 16, 31)),
-    (64, (1, 1)),
+    (64, (1,)),
     (4, (4, 1, 3, 7, 15)),
-    (2, (0, 0, 0, 2, 2, 1, 4, 3, 7, 15)),
-    (8, (0, 0, 0, 2, 2, 1, 3, 7)),
-    (16, (4, 4, 3)),
-    (32, (0, 0, 0, 1, 1, 2)),
+    (2, (0, 2, 1, 4, 3, 7, 15)),
+    (8, (0, 2, 1, 3, 7)),
+    (16, (4, 3)),
+    (32, (0, 1, 2)),
 )
 _FEW, _TURNS = 2, 3  # up to this number of requests, steps are timed three times
 
@@ -116,7 +114,7 @@ def measure_step_costs(worker: Any) -> None:
     begun = time.perf_counter()
     plan = [run for run in _PLAN if run[0] <= scheduler.max_num_running_reqs]
     plan += [run for run in plan if run[0] <= _FEW] * (_TURNS - 1)
-    for requests, nodes in [(1, _WARM_UP), *plan]:
+    for requests, nodes in plan:
         if not _run(worker, scheduler, requests, nodes, begun + seconds):
             break
     cost = scheduler.policy.cost
@@ -178,12 +176,13 @@ def _run(
         _step(worker, scheduler)
         in_time = _agreed(time.perf_counter() < end)
     before, teaches = None, False
-    for now, script.nodes in pairwise((*nodes, 0)):
+    twice = [count for count in nodes for _ in range(2)]
+    for now, script.nodes in pairwise((*twice, 0)):
         if not in_time or not scheduler.running:
             break
         script.learns = teaches  # the time of a step is known when the next one starts
         _step(worker, scheduler)
-        teaches = before is not None and (before > 0) == (now > 0)
+        teaches = before == now
         before = now
         in_time = _agreed(time.perf_counter() < end)
     scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)

@@ -167,3 +167,33 @@ def test_a_single_knot_equals_the_curve():
     expected = float(one.ms(9, 4, 0.5))
     assert one.observe(9, 4, 0.5, 12.0) == pytest.approx(expected)
     assert one.observe(0, 4, 0.5, 12.0) is None
+
+
+def test_a_count_that_was_slow_and_not_run_again_follows_its_neighbors():
+    cost, rng = learned(800), np.random.default_rng(1)
+    for _ in range(3):
+        cost.observe(12, 4, 1.0, 1.5 * curve(12, 4, 1.0))
+    assert float(cost.ms(12, 4, 1.0)) > 1.1 * curve(12, 4, 1.0)
+    for _ in range(500):
+        rows = int(rng.choice([10, 14]))
+        cost.observe(rows, 4, 1.0, curve(rows, 4, 1.0) * float(np.exp(rng.normal(0, 0.05))))
+    assert float(cost.ms(12, 4, 1.0)) == pytest.approx(curve(12, 4, 1.0), rel=0.08)
+
+
+@pytest.mark.parametrize("burst", [1.0, 2.0])
+def test_counts_that_do_not_run_do_not_drift(burst):
+    """While a machine with slow phases serves one or two requests."""
+    cost, rng = StepCost(128), np.random.default_rng(0)
+    for n in (1, 2, 4, 8, 16, 32, 64) * 3:
+        for rows, heads in ((n, 0.0), (2 * n, 1.0)):
+            cost.observe(rows, n, heads, curve(rows, n, heads))
+    cost = StepCost.from_dict(cost.to_dict())  # as after start-up
+    for step in range(25_000):
+        requests, heads = int(rng.integers(1, 3)), float(rng.random() < 0.9)
+        rows = requests * (1 + int(rng.integers(2, 9))) if heads else requests
+        slow = burst if step % 500 < 20 else 1.0
+        ms = curve(rows, requests, heads) * slow * float(np.exp(rng.normal(0, 0.07)))
+        cost.observe(rows, requests, heads, ms)
+    for rows, requests, heads in ((8, 8, 0.0), (64, 64, 0.0), (65, 1, 1.0), (128, 64, 1.0)):
+        found = float(cost.ms(rows, requests, heads)) / curve(rows, requests, heads)
+        assert 0.7 < found < 1.4, (rows, requests, found)
