@@ -154,9 +154,12 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise FileRefused(f"{path} is not JSON ({error}).") from None
+        raise FileRefused(f"{path} is not JSON ({error}). Correct it, or write it again.") from None
     if not isinstance(document, dict):
-        raise FileRefused(f"{path} holds {type(document).__name__}, not a JSON object.")
+        raise FileRefused(
+            f"{path} holds {type(document).__name__}, not a JSON object. Correct it, or write "
+            "it again."
+        )
     return document
 
 

@@ -262,7 +262,7 @@ class Work:
     def seconds(self, *, eager: bool) -> dict[str, float]:
         """Estimated times of the longer stages, within a factor of about two."""
         options, start = self.options, start_seconds({"enforce_eager": eager})
-        flops, bandwidth = _speeds()
+        flops, bandwidth = _speeds(options.dtype)
         token = 2 * self.sizes.values / flops  # seconds per token of the target, in large batches
         step = max(self.sizes.weights / bandwidth, options.batch * token)
         row = 6 * self.head_values(min(self.vocab, 16_384)) / flops
@@ -277,13 +277,15 @@ class Work:
         }
 
 
-def _speeds() -> tuple[float, float]:
+def _speeds(dtype: Dtype) -> tuple[float, float]:
     """Achievable operations and bytes per second of this machine."""
     import torch
     from torch.utils.benchmark import Timer
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     values = {"a": torch.ones(1024, 1024, device=device), "b": torch.ones(1 << 24, device=device)}
+    if dtype == "bfloat16" and fast_bfloat16():
+        values["a"] = values["a"].bfloat16()
 
     def seconds(work: str) -> float:
         timer = Timer(work, globals=values, num_threads=torch.get_num_threads())

@@ -61,7 +61,7 @@ def run_convert(options: ConvertOptions, progress: ConsoleProgress) -> int:
 class InspectOptions(Options):
     """Options of `vllm-medusa inspect`."""
 
-    path: Source = option("the heads: a folder, a file or a hub name", positional=True)
+    path: Source = option("heads or a drafter: a folder, a file or a hub name", positional=True)
     target: Model | None = option("the target model to check against", default=None)
     revision: str | None = option("branch, tag or commit of a hub name", default=None)
     json: bool = option("everything, for programs", default=False)

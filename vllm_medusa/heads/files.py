@@ -105,7 +105,7 @@ class CheckpointFiles:
         total = sum(spec.bytes for spec in specs.values())
         for name, tensor in self.tensors(specs):
             if not is_finite(tensor):
-                damage.append(f"{name!r} holds NaN or infinity: the training diverged")
+                damage.append(f"{name!r} holds NaN or infinity: the training diverged. Retrain it")
             done += tensor.nbytes
             if progress is not None:
                 progress(done, total)
@@ -289,7 +289,9 @@ def _open(path: Path) -> Iterator[tuple[Iterable[str], Callable[[str], Any]]]:
         with safe_open(path, framework="pt") as file:
             yield file.keys(), file.get_slice
     except SafetensorError as error:
-        raise HeadsError(f"{path} is not a safetensors file: {error}") from error
+        raise HeadsError(
+            f"{path} is not a complete safetensors file ({error}). Download or copy it again"
+        ) from error
 
 
 def _spec(part: Any) -> TensorSpec:

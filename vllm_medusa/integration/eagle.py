@@ -17,7 +17,7 @@ from vllm.config import SpeculativeConfig
 from vllm_medusa.config import GROWN_METHODS, EagleConfig, MedusaConfigError
 from vllm_medusa.heads.checkpoint import NO
 from vllm_medusa.heads.eagle import doubtful_layers, inspect_drafter, named_layers
-from vllm_medusa.heads.files import find_checkpoint
+from vllm_medusa.heads.files import find_checkpoint, is_drafter
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.options import CreateConfig, TreeSettings, absolute, merged
@@ -80,11 +80,15 @@ def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width:
     }
     label = config.model
     try:
-        found = inspect_drafter(find_checkpoint(label, config.revision), target, method)
+        files = find_checkpoint(label, config.revision)
+        if not is_drafter(files):
+            raise HeadsError(
+                f"{label} holds no EAGLE drafter. Pass its folder, or, for Medusa and Hydra heads, "
+                'set "method": "medusa"'
+            )
+        found = inspect_drafter(files, target, method)
     except HeadsError as error:
-        raise MedusaConfigError(
-            f'{error}. Medusa and Hydra heads need "method": "medusa".'
-        ) from None
+        raise MedusaConfigError(f"{str(error).rstrip('.')}.") from None
     if width > (known := found.drafter.draft_vocab_size):
         raise MedusaConfigError(
             f"The tree's width is {width}, but the drafter in {label} has {known} "

@@ -46,7 +46,7 @@ def written(content):
         ),
         ("medusa_lm_head.pt", saved([torch.zeros(1)]), "must hold a state dict"),
         ("medusa_lm_head.pt", saved({"0.0.linear.weight": torch.zeros(1), "e": 3}), "a state dict"),
-        ("model.safetensors", truncated, "is not a safetensors file"),
+        ("model.safetensors", truncated, "is not a complete safetensors file"),
         (
             "model.safetensors",  # the target itself
             lambda path: write(path, {"model.norm.weight": torch.zeros(8)}),

@@ -51,7 +51,9 @@ def test_damage(value, tmp_path):
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
     found = inspect_heads(tmp_path)
     assert not found.fits
-    assert found.damage == ["'1.0.linear.bias' holds NaN or infinity: the training diverged"]
+    assert found.damage == [
+        "'1.0.linear.bias' holds NaN or infinity: the training diverged. Retrain it"
+    ]
 
 
 def test_its_own_target(tmp_path, target):

@@ -24,7 +24,6 @@ from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
 K = 2
-POISON = VOCAB - 1  # a token that occurs in one record only
 JOINT = JointOptions(lora_rank=4, lora_alpha=8, lm_loss="kl", heads_weight=0.2, pass_tokens=40)
 STEPS = StepOptions(
     labels="tokens",
