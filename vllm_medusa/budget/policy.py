@@ -123,7 +123,7 @@ class AutoBudget:
         self._now = self._planned_at = 0.0  # ms of steps
         self._trial_left, self._trial = 0, (0, 0)  # steps; limit and nodes
         self._waited = 0  # steps since a trial
-        self._saved: list[float] = []  # ms available for trials of each kind
+        self._saved = [-1.0] * _KINDS  # ms available for trials of each kind; -1: no step yet
         self._idle = 0  # steps of requests without drafts
         self._surprises = cost.surprises
         self._took = self._plain = 0.0  # ms of steps with drafts; of plain ones for as many tokens
@@ -245,7 +245,7 @@ class AutoBudget:
         plain = self.cost.plain_ms(requests)
         self._learned_at, self._learned_plain = self._now, plain
         self._learned_requests = requests
-        if not self._saved:
+        if self._saved[0] < 0:
             self._saved = [_MAX_SAVED * _TRIAL_STEPS * plain] * _KINDS
         self._save(ms, plain)
         if self.drafting and not self._trial_left and tokens:

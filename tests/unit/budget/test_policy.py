@@ -290,6 +290,11 @@ def test_no_more_than_fit(room):
     assert (policy.limit(1, room) > 0) == (room > 0)
 
 
+def test_without_steps_nothing_is_tried():
+    policy = new_policy()
+    assert {policy.limit(4, 48) for _ in range(40)} <= {0, *policy.limits} and not policy.trials
+
+
 def test_no_requests_and_no_drafts():
     policy = policy_at(0.001)
     assert policy.limit(0, 64) == 0 and policy.counts([Drafted([])], 1, 64) == [0]
