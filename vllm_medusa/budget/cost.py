@@ -6,7 +6,8 @@ Each of the three is a curve through knots. A knot is a running estimate: the mo
 has, the less a new one moves it, and old observations count less (a Kalman filter with a diagonal
 covariance). A curve's value at a knot is the mean of this knot, its neighbors and the whole curve,
 weighted by certainty and distance: a count that was slow once, or that has not run for long,
-follows the others. ``speed`` follows all steps, since a whole machine gets faster and slower.
+follows the others. ``speed`` follows all steps, since a whole machine gets faster and slower. It
+returns to 1 within seconds: the knots of counts that run take over, and nothing accumulates.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ Floats = npt.NDArray[np.floating]
 _NOISE = 0.07**2  # of a step's time
 _UNSEEN = 1.0  # of a knot without observations
 _NEAR = 0.1**2  # of the difference from a knot a quarter of an octave away
-_FAR = 0.2**2  # of the difference from a curve's mean, if the knots seen do not differ more
+_FAR = 0.4**2  # of the difference from a curve's mean, if the knots seen do not differ more
 _SURPRISED = 0.5**2  # of all knots after a change of the machine
 _SPEED = 0.02**2  # of the machine's speed, per step
 _DRIFT = 0.0005  # growth of a knot's variance per second
+_SPEED_SECONDS = 10.0  # in which the logarithm of the speed falls to 1 / e
 _MAX_ERROR = 3.0  # standard deviations; clips a single step's error
 _STREAK = 4  # consecutive clipped steps of one sign that mean a change of the machine
 _FIRST_HEAD = 0.3  # share of the heads' time that is fixed
@@ -91,6 +93,11 @@ class _Curve:
         self.variance[knot] = variance
         self._is_stale = True
 
+    def scale(self, by: float) -> None:
+        """Add to the logarithms of all knots."""
+        self.prior += by
+        self._is_stale = True
+
     def age(self, by: float) -> None:
         """Increase the variances: what was learned earlier counts less."""
         self.variance += by
@@ -140,16 +147,17 @@ class StepCost:
         parts = [(self._plain, rows, 1.0)]
         parts += [(self._trees, rows - requests, 1.0)] if rows > requests else []
         parts += [(self._heads, requests, float(_of_heads(heads)))] if heads > 0 else []
-        total, slopes = 0.0, []  # d log(time) / d log(knot)
-        for curve, count, factor in parts:
-            found = [
-                (weight * factor * curve.own(knot), knot) for knot, weight in curve.beside(count)
-            ]
-            total += sum(value for value, _ in found)
-            slopes.append((curve, max(found)[1], max(found)[0]))  # update the nearest knot
+        slopes = [  # d time / d log(knot)
+            (curve, knot, weight * factor * curve.own(knot))
+            for curve, count, factor in parts
+            for knot, weight in curve.beside(count)
+        ]
+        total = sum(slope for _, _, slope in slopes)
         error = math.log(ms / total) - self._log_speed
         if self.steps == 0:
-            self._log_speed, error = self._log_speed + error, 0.0
+            for curve in self._curves:
+                curve.scale(error)
+            error = 0.0
         expected = float(self.ms(rows, requests, heads))
         self.steps += 1
         self._age(ms / 1e3)
@@ -166,8 +174,7 @@ class StepCost:
             variance = float(curve.variance[knot])
             gain = slope * variance / whole
             curve.move(knot, gain * error, variance * (1.0 - gain * slope))
-        if self._streak == 0:  # not for outliers
-            self._log_speed += _SPEED / whole * error
+        self._log_speed += _SPEED / whole * error
         return expected
 
     def _is_change(self, error: float) -> bool:
@@ -183,7 +190,9 @@ class StepCost:
         return True
 
     def _age(self, seconds: float) -> None:
-        self._seconds += min(seconds, 1.0)
+        seconds = min(seconds, 1.0)
+        self._log_speed *= 1.0 - seconds / _SPEED_SECONDS
+        self._seconds += seconds
         if self._seconds > 1.0:
             for curve in self._curves:
                 curve.age(_DRIFT * self._seconds)
@@ -202,8 +211,9 @@ class StepCost:
         return {
             "max_rows": self.max_rows,
             "steps": self.steps,
-            "log_speed": round(self._log_speed, 5),
-            "log_curves": [[round(float(x), 5) for x in np.log(c.values)] for c in self._curves],
+            "log_curves": [
+                (np.log(curve.values) + self._log_speed).round(5).tolist() for curve in self._curves
+            ],
         }
 
     @classmethod
@@ -216,10 +226,10 @@ class StepCost:
         """
         try:
             cost = cls(int(document["max_rows"]))
-            cost.steps, cost._log_speed = int(document["steps"]), float(document["log_speed"])
+            cost.steps = int(document["steps"])
             for curve, logs in zip(cost._curves, document["log_curves"], strict=True):
                 curve.prior[:] = np.array(logs, np.float64).reshape(curve.prior.shape)
-            numbers = np.concatenate([[cost._log_speed], *(c.prior for c in cost._curves)])
+            numbers = np.concatenate([curve.prior for curve in cost._curves])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a step-cost document ({error!r})") from None
         if not (np.abs(numbers) < 50).all() or cost.steps < 1:

@@ -28,7 +28,6 @@ _PLAN_MS = 250.0  # how long a plan is reused, in step time
 _TRIAL_STEPS = 3
 _TRIAL_SHARE = 0.005  # max share of time lost to trials
 _MAX_SAVED = 2.0  # max savings, in trials of the most expensive kind
-_KINDS = 3  # of trials
 _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # offsets from the best size to sizes to try
 _MEASURED_STEPS, _MIN_SPEED = 128, 0.97  # window, and speed below which drafting stops
@@ -122,8 +121,7 @@ class AutoBudget:
         self._plan: Plan | None = None
         self._now = self._planned_at = 0.0  # ms of steps
         self._trial_left, self._trial = 0, (0, 0)  # steps; limit and nodes
-        self._waited = 0  # steps since a trial
-        self._saved = [-1.0] * _KINDS  # ms available for trials of each kind; -1: no step yet
+        self._waited, self._saved = 0, -1.0  # steps since a trial; ms available for trials
         self._idle = 0  # steps of requests without drafts
         self._surprises = cost.surprises
         self._took = self._plain = 0.0  # ms of steps with drafts; of plain ones for as many tokens
@@ -231,7 +229,7 @@ class AutoBudget:
             and self._now - self._learned_at < _AT_REST_MS
         ):
             self._now += ms
-            self._save(ms, self._learned_plain)
+            self._saved += _TRIAL_SHARE * min(ms, 2 * self._learned_plain)
             return None
         self._at_rest = None
         surprises = self.cost.surprises
@@ -245,9 +243,9 @@ class AutoBudget:
         plain = self.cost.plain_ms(requests)
         self._learned_at, self._learned_plain = self._now, plain
         self._learned_requests = requests
-        if self._saved[0] < 0:
-            self._saved = [_MAX_SAVED * _TRIAL_STEPS * plain] * _KINDS
-        self._save(ms, plain)
+        if self._saved < 0:
+            self._saved = _MAX_SAVED * _TRIAL_STEPS * plain
+        self._saved += _TRIAL_SHARE * min(ms, 2 * plain)
         if self.drafting and not self._trial_left and tokens:
             keep = 1.0 - 1.0 / _MEASURED_STEPS
             self._took = keep * self._took + min(ms, 4 * plain)
@@ -349,8 +347,8 @@ class AutoBudget:
     def _begin_trial(self, plan: Plan) -> None:
         """Try an alternative for a few steps, if its expected cost has been saved up."""
         maximum = _MAX_SAVED * _TRIAL_STEPS * float(plan.arms[0, 3])
-        self._saved = [min(saved, maximum) for saved in self._saved]
-        kind, (limit, nodes, rate, ms) = self._alternative(plan)
+        self._saved = min(self._saved, maximum)
+        limit, nodes, rate, ms = self._alternative(plan)
         best_rate = max(plan.rate if self.drafting else 0.0, plan.rate_without)
         lost = _TRIAL_STEPS * ms * max(1.0 - rate / best_rate, 0.02)
         # the estimates for these may be wrong, but not by much
@@ -359,46 +357,35 @@ class AutoBudget:
         elif self.drafting and limit == plan.limit:
             lost = min(lost, maximum / 4)
         self.turn += 1
-        if lost > self._saved[kind]:
+        if lost > self._saved:
             return
-        self._saved[kind] -= lost
+        self._saved -= lost
         self.trials += 1
         self._waited = 0
         self._trial_left, self._trial = _TRIAL_STEPS, (limit, nodes)
         self.acceptance.forget(self._idle)
         self._idle = 0
 
-    def _save(self, ms: float, plain: float) -> None:
-        """Save a share of a step's time for trials, equally for the kinds that may be due.
-
-        With common savings, cheap trials would leave nothing for the others.
-        """
-        kinds = _KINDS if self.drafting else 1
-        for kind in range(kinds):
-            self._saved[kind] += _TRIAL_SHARE / kinds * min(ms, 2 * plain)
-
-    def _alternative(self, plan: Plan) -> tuple[int, tuple[int, int, float, float]]:
-        """A kind, and the alternative from `Plan.arms`.
-
-        In turn another limit (kind 0), nothing (1) and another number of nodes (2).
+    def _alternative(self, plan: Plan) -> tuple[int, int, float, float]:
+        """The alternative from `Plan.arms`: in turn nothing, another limit, another node count.
 
         Numbers of nodes are tried next to the best one, since distant ones tell little about it.
         """
         turn = self.turn
         if self.drafting:
             if turn % 4 == 0:
-                return 1, _arm(plan.arms[0])
+                return _arm(plan.arms[0])
             turn -= turn // 4 + 1
         others = self.drafting and turn % 2 == 0 and not self.even
         limit = plan.limit if others else self.limits[turn // 2 % len(self.limits)]
         arms = plan.arms[plan.arms[:, 0] == limit]
         if not len(arms):  # no room
-            return 1, _arm(plan.arms[0])
+            return _arm(plan.arms[0])
         place = int(arms[:, 2].argmax())
         if others:
             place += _NEXT_SIZES[turn // 2 % len(_NEXT_SIZES)]
             place = min(max(place, 0), len(arms) - 1)
-        return 2 * others, _arm(arms[place])
+        return _arm(arms[place])
 
 
 def _arm(row: Floats) -> tuple[int, int, float, float]:

@@ -335,7 +335,7 @@ def test_costs_are_updated_rarely_while_drafting_is_off():
     """So that idle drafting costs no more than no trees; initially every step updates costs."""
     policy, taught = AutoBudget(StepCost(64), ExpectedAcceptance([1.0] * 4), 4, 4), []
     for _ in range(400):
-        policy._saved = [0.0] * 3  # no trials
+        policy._saved = 0.0  # no trials
         assert policy.limit(1, 4) == 0
         before = policy.cost.steps
         policy.observe(1, 1, 0.0, 5.0, 1.0)
