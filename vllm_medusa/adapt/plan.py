@@ -243,7 +243,7 @@ class Work:
         self.written = options.samples * sum(after - before for before, after in wholes)
 
     def head_values(self, vocab: int) -> int:
-        """Approximate number of trained weights per position, for a vocabulary."""
+        """Approximate number of weights per position, for a vocabulary; 0: without LM heads."""
         heads, hidden = self.options.heads, self.hidden
         if heads.kind == "eagle3":
             return 16 * hidden * hidden + vocab * hidden
@@ -252,7 +252,9 @@ class Work:
     def disk_bytes(self) -> tuple[int, int]:
         """Bytes of all files except hidden states, and bytes of hidden states."""
         options, tokens = self.options, self.prompts + self.written
-        files = self.head_values(self.vocab) * 4 * 6  # state, copies, result
+        heads = options.heads
+        own = heads.lm_heads == "own" or (heads.lm_heads is None and heads.kind == "eagle3")
+        files = self.head_values(self.vocab if own else 0) * 4 * 6  # state, copies, result
         files += 2 * self.sizes.weights * (options.method == "medusa-2")
         files += 2 * tokens * _RECORD_BYTES
         width = 4 if options.dtype in ("auto", "float32") else 2
