@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -163,5 +164,5 @@ Share of {document["training"]["heldout"]["labels"]} generated tokens of the cal
 
 {format_machine(measured["machine"])}; {", ".join(versions)}.
 
-Command: `{" ".join(provenance["command"])}`
+Command: `{shlex.join(provenance["command"])}`
 """

@@ -129,23 +129,23 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
 
 def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
     """Merge the flag into ``--speculative-config``; conflicting flags are refused."""
+    from vllm_medusa.heads.eagle import drafter_method  # imports torch, which is slow
+
     config = _mapping(getattr(args, "speculative_config", None))
     by_flag, by_config = getattr(args, "spec_method", None), config.get("method")
+    found = drafter_method(heads)
     for flag, value in (
         ("--spec-model", getattr(args, "spec_model", None)),
         ("--speculative-config['model']", config.get("model")),
         ("--spec-method", None if by_flag == METHOD else by_flag),
-        ("--speculative-config['method']", None if by_config == METHOD else by_config),
+        ("--speculative-config['method']", None if by_config in (METHOD, found) else by_config),
     ):
         if value is not None:
             raise MedusaConfigError(
                 f"--speculative-model {heads} and {flag} = {value!r} conflict. Omit one "
                 "of them; --spec-model is for other methods."
             )
-    if by_flag or by_config:
+    if by_flag or by_config == METHOD:
         return {**config, "model": heads} | ({} if by_flag else {"method": METHOD})
-    from vllm_medusa.heads.eagle import drafter_method  # imports torch, which is slow
-
-    method = drafter_method(heads)
-    own = {"method": METHOD} if method is None else {"method": method, "tree": "dynamic"}
+    own = {"method": METHOD} if found is None else {"method": found, "tree": "dynamic"}
     return {**own, **config, "model": heads}

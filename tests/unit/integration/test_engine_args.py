@@ -246,7 +246,8 @@ def test_hydra_heads_expand_a_beam(config, tmp_path):
 def test_the_folder_of_an_eagle_drafter_is_recognized(parse, tmp_path):
     drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (0, 1, 2)).save(tmp_path)
     own = {"method": "eagle3", "tree": "dynamic", "model": drafter}
-    assert parse("--speculative-model", drafter).speculative_config == own
+    for more in ((), ("--speculative-config", '{"method": "eagle3"}')):
+        assert parse("--speculative-model", drafter, *more).speculative_config == own
     given = parse("--speculative-model", drafter, "--speculative-config", '{"tree": "chain"}')
     assert given.speculative_config == own | {"tree": "chain"}
 
