@@ -376,7 +376,7 @@ def resolve_tree(
 
 def _read_text(text: str) -> object:
     """Parse a mode's name or the JSON of a dict; invalid JSON is returned unchanged."""
-    if not text.lstrip().startswith("{"):
+    if text.isidentifier():
         return {"acceptance": text}
     try:
         return json.loads(text)

@@ -92,6 +92,8 @@ class TestRequestArguments:
         ("options", "words"),
         [
             (7, r"extra_args\[\"medusa\"\] is 7; use a dict"),
+            ("[1]", r"extra_args\[\"medusa\"\] is \[1\]; use a dict"),
+            ("", r"extra_args\[\"medusa\"\] is ''; use a dict"),
             ("{broken", r"extra_args\[\"medusa\"\] is '{broken'; use a dict"),
             pytest.param('{"a":' + "[" * 30_000, "use a dict", id="nested"),
             pytest.param('{"epsilon": ' + "1" * 5000 + "}", "use a dict", id="digits"),
