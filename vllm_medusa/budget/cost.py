@@ -158,7 +158,8 @@ class StepCost:
             for curve in self._curves:
                 curve.scale(error)
             error = 0.0
-        expected = float(self.ms(rows, requests, heads))
+        expected = sum(factor * self._scalar(curve, count) for curve, count, factor in parts)
+        expected *= math.exp(self._log_speed)
         self.steps += 1
         self._age(ms / 1e3)
         slopes = [(curve, knot, slope / total) for curve, knot, slope in slopes]
@@ -204,7 +205,8 @@ class StepCost:
 
     @staticmethod
     def _scalar(curve: _Curve, count: int) -> float:
-        return sum(weight * float(curve.values[knot]) for knot, weight in curve.beside(count))
+        values = curve.values
+        return sum(weight * float(values[knot]) for knot, weight in curve.beside(count))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without variances."""
