@@ -34,7 +34,7 @@ def run(options: CompareOptions, progress: ConsoleProgress) -> int:
     console = stdout_console()
     console.print(setting(document), soft_wrap=True)
     print("\n".join(markdown(document)))
-    console.print(conclusion(document), soft_wrap=True)
+    console.print("\n".join(conclusion(document)), soft_wrap=True)
     if options.output is not None:
         console.print(f"figures in {options.output}", soft_wrap=True)
     return 0 if passed(document) else 1
@@ -52,7 +52,7 @@ def run_adapt(options: AdaptOptions, progress: ConsoleProgress) -> int:
     from vllm_medusa.offline.comparison import markdown, passed
 
     print("\n".join(markdown(document["measured"])))
-    progress.note(conclusion(document))
+    progress.note("\n".join(conclusion(document)))
     output, work = options.output, options.work_folder
     progress.note(f"heads and report in {output}; {work} is no longer needed")
     return 0 if passed(document["measured"]) else 1

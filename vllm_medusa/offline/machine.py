@@ -8,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from vllm_medusa.job import plural
+
 _CGROUPS = (  # versions 2 and 1: memory limit, usage and statistics of a container
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -64,6 +66,6 @@ def format_machine(machine: dict[str, Any]) -> str:
     """Format it as one line."""
     gpus = f", {', '.join(machine['gpus'])}" if machine["gpus"] else ""
     return (
-        f"{machine['cores']} cores of {machine['cpu']}{gpus}, {machine['memory_gb']} GB of memory, "
-        f"load average {machine['load_average_at_start']} at the start"
+        f"{plural(machine['cores'], 'core')} of {machine['cpu']}{gpus}, {machine['memory_gb']} GB "
+        f"of memory, load average {machine['load_average_at_start']} at the start"
     )

@@ -164,7 +164,7 @@ class Job:
             self.layers,
             heads.num_heads,
             self.token_map(target),
-            frozen_lm_head=heads.lm_heads == "shared",
+            frozen_lm_head=not heads.own_lm_heads,
             seed=self.step_options.seed,
         )
 

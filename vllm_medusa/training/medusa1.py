@@ -57,7 +57,7 @@ def new_heads(
     bias and logit scale included. Copies omit a soft cap: it does not change
     rankings.
     """
-    own, bias = options.lm_heads == "own", target.lm_head_bias
+    own, bias = options.own_lm_heads, target.lm_head_bias
     heads = make_heads(
         options.kind == "hydra",
         num_heads=options.num_heads,

@@ -99,6 +99,11 @@ class HeadOptions(Options):
     )
     save_dtype: Literal["bfloat16", "float16", "float32"] = option(default="bfloat16")
 
+    @property
+    def own_lm_heads(self) -> bool:
+        """Whether new heads train LM heads of their own."""
+        return (self.lm_heads or ("own" if self.kind == "eagle3" else "shared")) == "own"
+
     def check(self) -> None:
         """See `Options.check`."""
         if self.start_heads is None:

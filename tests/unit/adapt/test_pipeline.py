@@ -231,7 +231,7 @@ def test_the_output_contains_heads_and_their_figures(adapt):
 def test_a_small_gain_is_reported(adapt):
     adapt.rows, adapt.fastest = [row(4, 0.8, 1.1)], 4
     adapt.run(publish=True)
-    said = report.conclusion(adapt.document)
+    said = " ".join(report.conclusion(adapt.document))
     assert "No tree is faster than plain vLLM on this machine" in said and "0.80x" in said
     assert "1.10 tokens per step is low: more training text than" in said
 
