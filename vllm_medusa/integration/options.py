@@ -222,37 +222,33 @@ def resolve(config: MedusaConfig, model_config: Any) -> TreeSettings:
         ) from None
     require_fit(info, model_config.get_hidden_size(), model_config.get_vocab_size())
     _compare_targets(info, source, model_config)
+    vocab_size = info.draft_vocab_size or model_config.get_vocab_size()
+    tree: TokenTree | DynamicTree
     if config.tree is None:
-        return TreeSettings(
-            heads=absolute(source),
-            revision=config.revision,
-            tree=_dynamic(config, info, model_config),
-            acceptance=config.acceptance,
-            budget=config.budget or "auto",
-            taus=info.taus,
-            lookup=config.lookup,
-            shared_noise=config.shared_noise,
+        tree = _dynamic(config, info, vocab_size)
+    else:
+        tree = resolve_tree(
+            config.tree,
+            heads_default=info.tree,
+            num_heads=info.num_heads,
+            vocab_size=vocab_size,
+            max_draft_tokens=config.num_speculative_tokens,
         )
-    tree = resolve_tree(
-        config.tree,
-        heads_default=info.tree,
-        num_heads=info.num_heads,
-        vocab_size=info.draft_vocab_size or model_config.get_vocab_size(),
-        max_draft_tokens=config.num_speculative_tokens,
-    )
     return TreeSettings(
-        absolute(source),
-        config.revision,
-        tree,
-        config.acceptance,
+        heads=absolute(source),
+        revision=config.revision,
+        tree=tree,
+        acceptance=config.acceptance,
+        budget=(config.budget or "auto") if config.tree is None else None,
+        taus=info.taus,
+        lookup=config.lookup,
         shared_noise=config.shared_noise,
     )
 
 
-def _dynamic(config: MedusaConfig, info: HeadsInfo, model_config: Any) -> DynamicTree:
+def _dynamic(config: MedusaConfig, info: HeadsInfo, vocab_size: int) -> DynamicTree:
     """Dynamic trees from the user's options and the heads."""
     maximum = _max_drafts(config)
-    vocab_size = info.draft_vocab_size or model_config.get_vocab_size()
     pool: TokenTree | Beam = widest_pool(info.num_heads, vocab_size)
     if info.is_hydra:
         pool = Beam(BEAM_WIDTH, min(BEAM_WIDTH, vocab_size), info.num_heads)
