@@ -8,6 +8,8 @@ trees' part of it), the forward pass, `_sample` (verify, then compact the KV cac
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -141,9 +143,8 @@ class MedusaModelRunner(CPUModelRunner):
             # rows of prompt embeddings may hold another request's stale draft placeholders (-1)
             metadata.prompt_token_ids.clamp_(min=0)
         rule = None if trees.step is None else trees.requests.typical(self._slots_of_batch())
-        trees.verdict, output = self._verifier(
-            logits, trees.step, metadata, rule, self._discarded()
-        )
+        with self._discarded_hidden():
+            trees.verdict, output = self._verifier(logits, trees.step, metadata, rule)
         trees.compact()
         return output
 
@@ -268,24 +269,21 @@ class MedusaModelRunner(CPUModelRunner):
         return True
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        """Hide the generators of discarded requests: vLLM rewinds them, which fails on CPUs.
+        with self._discarded_hidden():
+            return super()._bookkeeping_sync(*args, **kwargs)
 
-        No rewind is needed: they were not used (`verify`).
+    @contextmanager
+    def _discarded_hidden(self) -> Iterator[None]:
+        """Within the block, hide the generators of requests whose token is discarded.
+
+        So they do not advance in verification, and vLLM does not rewind them, which fails on CPUs.
         """
-        generators = self.input_batch.generators
-        if not generators:
-            return super()._bookkeeping_sync(*args, **kwargs)
-        hidden = {
-            index: generators.pop(index) for index in self._discarded() if index in generators
-        }
+        generators, hidden = self.input_batch.generators, {}
+        if generators:
+            mask = self.discard_request_mask.np[: self.input_batch.num_reqs]
+            unused = generators.keys() & np.flatnonzero(mask).tolist()
+            hidden = {index: generators.pop(index) for index in unused}
         try:
-            return super()._bookkeeping_sync(*args, **kwargs)
+            yield
         finally:
             generators.update(hidden)
-
-    def _discarded(self) -> list[int]:
-        """Requests whose token is discarded, if any request has a generator."""
-        if not self.input_batch.generators:
-            return []
-        mask = self.discard_request_mask.np[: self.input_batch.num_reqs]
-        return np.nonzero(mask)[0].tolist()
