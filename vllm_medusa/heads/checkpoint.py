@@ -130,9 +130,8 @@ class HeadsInfo:
 def peek_heads(source: str | Path, *, revision: str | None = None) -> HeadsInfo:
     """Describe a checkpoint (folder, file or hub name) without loading its weights.
 
-    Raises:
-        HeadsError: Not heads, or a tensor is missing, unexpected, or of the wrong shape or dtype.
-
+    Raises HeadsError: not heads, or a tensor is missing, unexpected, or of the wrong shape or
+    dtype.
     """
     return describe(find_checkpoint(source, revision))
 
@@ -346,10 +345,8 @@ def load_heads(
     Stored LM heads must have ``vocab_size`` rows, or one per entry of the token map. Additional
     rows are padding, and removed, only if ``config.json`` has exactly this ``vocab_size``.
 
-    Raises:
-        HeadsError: As `peek_heads`; heads for another target; values that are non-finite, or too
-            large for ``dtype``.
-
+    Raises HeadsError: as `peek_heads`; heads for another target; values that are non-finite, or too
+    large for ``dtype``.
     """
     info = peek_heads(source, revision=revision)
     require_fit(info, hidden_size, vocab_size)
@@ -398,10 +395,8 @@ def save_heads(
     ``config`` is JSON: ``base_model_name_or_path`` is written at the top level, the rest (``tree``,
     provenance) under ``"medusa"``.
 
-    Raises:
-        HeadsError: A value is non-finite, or the folder has a file that readers prefer; nothing is
-            written.
-
+    Raises HeadsError: a value is non-finite, or the folder has a file that readers prefer; nothing
+    is written.
     """
     for name in HEADS_FILES:
         if (Path(folder) / name).exists():
@@ -488,9 +483,8 @@ def update_config(folder: str | Path, /, **medusa_keys: Any) -> None:
     ``config.json``, one is created. ``provenance=entry`` appends a dict to the entries; a list
     replaces it.
 
-    Raises:
-        HeadsError: Not a folder, a config that is not a JSON object, or values that are not JSON.
-
+    Raises HeadsError: not a folder, a config that is not a JSON object, or values that are not
+    JSON.
     """
     folder = Path(folder)
     if not folder.is_dir():

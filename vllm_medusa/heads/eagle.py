@@ -55,9 +55,7 @@ def inspect_eagle(
 ) -> EagleInspection:
     """Inspect a drafter's config and tensors, and a target's config.
 
-    Raises:
-        HeadsError: Not an EAGLE drafter, or no such target.
-
+    Raises HeadsError: not an EAGLE drafter, or no such target.
     """
     files = find_checkpoint(source, revision)
     sizes = {} if target is None else config_sizes(find_target(target).config)

@@ -103,9 +103,7 @@ class Layout:
 
         ``method`` is vLLM's; None: it follows from the tensors.
 
-        Raises:
-            HeadsError: Not an EAGLE drafter.
-
+        Raises HeadsError: not an EAGLE drafter.
         """
         config, names = files.config, bare_names(files)
         specs = files.specs(names.values())

@@ -63,9 +63,7 @@ def inspect_heads(
 ) -> Inspection:
     """Inspect every tensor of a checkpoint, and a target's config and samples of its weights.
 
-    Raises:
-        HeadsError: No heads, missing tensors or wrong shapes, or no such target.
-
+    Raises HeadsError: no heads, missing tensors or wrong shapes, or no such target.
     """
     info = peek_heads(source, revision=revision)
     tree, checks = _own_tree(info)

@@ -43,10 +43,7 @@ class StepClock:
     def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:
         """Record that an output was processed; return the step if it ended, and its duration in ms.
 
-        Args:
-            step: the step of the output.
-            more: another step follows immediately.
-
+        ``more``: another step follows immediately.
         """
         if more:
             self._last = step

@@ -161,9 +161,7 @@ class EagleTrees:
     def prepare(self) -> None:
         """Check the loaded drafter, and set the attributes that drafting needs.
 
-        Raises:
-            HeadsError: A weight holds NaN or infinity.
-
+        Raises HeadsError: a weight holds NaN or infinity.
         """
         for name, weight in self.model.named_parameters():
             if not is_finite(weight):
@@ -306,12 +304,7 @@ class PendingTokens:
     ) -> Roots | None:
         """Add a step's tokens, and process all pending ones if due.
 
-        Args:
-            requests: the B requests of the step.
-            paths: their accepted paths.
-            plain: whether each request has one row.
-            drafts: whether the roots are needed.
-
+        ``plain``: each of the step's ``requests`` has one row. ``drafts``: the roots are needed.
         """
         if not plain or self._requests != requests:
             self.flush()

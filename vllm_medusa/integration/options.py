@@ -130,26 +130,16 @@ MakeConfig = Callable[[Any, CreateConfig, Any, Any, bool], tuple[TreeSettings, A
 
 def prepare(
     engine_args: Any,
-    original: Callable[..., Any],
-    model_config: Any,
-    parallel_config: Any,
-    make: MakeConfig,
+    original: Callable[..., Any],  # the replaced method
+    model_config: Any,  # the target's
+    parallel_config: Any,  # the target's
+    make: MakeConfig,  # `config_of_heads` or `eagle.config_of_eagle`
 ) -> Any:
     """Replaces ``EngineArgs.create_speculative_config`` for trees.
 
-    Args:
-        engine_args: vLLM's.
-        original: the replaced method.
-        model_config: The target's.
-        parallel_config: The target's.
-        make: `config_of_heads` or `eagle.config_of_eagle`.
+    Returns vLLM's speculative config, with the acceptance rule and the runner as attributes.
 
-    Returns:
-        vLLM's speculative config, with the acceptance rule and the runner as attributes.
-
-    Raises:
-        MedusaConfigError, HeadsError, TreeError: All are `ValueError`, before weights load.
-
+    Raises MedusaConfigError, HeadsError, TreeError: all are `ValueError`, before weights load.
     """
     if problem := version_problem():
         raise MedusaConfigError(problem)
@@ -317,9 +307,7 @@ def choose_worker(parallel_config: Any, ours: str) -> None:
 def choose_triton_attention(engine_args: Any) -> None:
     """Make vLLM select its Triton attention, which tree attention replaces on CUDA.
 
-    Raises:
-        MedusaConfigError: The user selected another backend.
-
+    Raises MedusaConfigError: the user selected another backend.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

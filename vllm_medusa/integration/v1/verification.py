@@ -21,25 +21,16 @@ from vllm_medusa.scorer.step import TreeStep
 
 
 def verify(
-    sampler: GuidedSampler,
-    logits: Tensor,
-    step: TreeStep | None,
-    metadata: SamplingMetadata,
+    sampler: GuidedSampler,  # the engine's
+    logits: Tensor,  # [sum of num_nodes, V], the target's at every node; not modified
+    step: TreeStep | None,  # None: plain sampling without a verdict
+    metadata: SamplingMetadata,  # of the B requests
     typical: TypicalRule | None,
 ) -> tuple[Verdict | None, SamplerOutput]:
     """Decide every request's path and tokens, in place of vLLM's rejection sampler.
 
-    Args:
-        sampler: the engine's.
-        logits: [sum of num_nodes, V], the target's logits at every node; not modified.
-        step: The trees; None: plain sampling without a verdict.
-        metadata: vLLM's sampling metadata of the B requests.
-        typical: The requests with the typical rule, or None.
-
-    Returns:
-        The verdict, and vLLM's output: int32 [B, columns] token ids padded with -1, and the
-        logprobs of [B * columns] rows if any request needs them.
-
+    Returns the verdict, and vLLM's output: int32 [B, columns] token ids padded with -1, and the
+    logprobs of [B * columns] rows if any request needs them.
     """
     if step is None:
         return None, sampler(logits=logits, sampling_metadata=one_row_each(metadata))

@@ -66,9 +66,7 @@ class EagleTreeSpeculator(TreeSpeculator):
     def set_attn(self, *args: Any) -> None:
         """Find the drafter's layers in vLLM's KV cache groups.
 
-        Raises:
-            MedusaConfigError: They are not in exactly one group.
-
+        Raises MedusaConfigError: they are not in exactly one group.
         """
         DraftModelSpeculator.set_attn(self, *args)
         found = [index for index, groups in enumerate(self.attn_groups) if groups]
