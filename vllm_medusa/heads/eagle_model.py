@@ -117,14 +117,9 @@ def choose_layers(given: Sequence[int], num_layers: int) -> tuple[int, ...]:
     return layers
 
 
-class _Norm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
+class _Norm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps)
+        return super().forward(x.float())
 
 
 class _Layer(nn.Module):
