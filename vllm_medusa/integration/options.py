@@ -25,8 +25,9 @@ from vllm_medusa.config import (
     MedusaConfigError,
     resolve_tree,
 )
-from vllm_medusa.heads.checkpoint import HeadsInfo, peek_heads, require_fit
+from vllm_medusa.heads.checkpoint import HeadsInfo, peek_heads
 from vllm_medusa.heads.fingerprint import match_target
+from vllm_medusa.heads.fit import require_fit
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration import compat
 from vllm_medusa.plugin import version_problem
