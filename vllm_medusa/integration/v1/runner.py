@@ -255,14 +255,9 @@ class MedusaModelRunner(CPUModelRunner):
         return sample_hidden_states[step.cu_nodes[:-1] + verdict.path.last_node]
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The drafts for the scheduler, with their metadata."""
-        if not self._drafts.req_ids:
-            return None  # no drafts were requested
-        drafts = super().take_draft_token_ids()
-        if drafts is None:
-            return None
-        self._drafts.draft_token_ids = drafts.draft_token_ids
-        return self._drafts
+        """The drafts for the scheduler, with their metadata; None: none were requested."""
+        drafted = super().take_draft_token_ids() is not None and self._drafts.req_ids
+        return self._drafts if drafted else None
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Always fits: heads use no positions; the scheduler limits drafts by max_model_len."""
