@@ -8,6 +8,7 @@ trees' part of it), the forward pass, `_sample` (verify, then compact the KV cac
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -122,19 +123,12 @@ class MedusaModelRunner(CPUModelRunner):
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        step = self.trees.step
-        slot_mappings = kwargs.get("slot_mappings")
-        if step is None or slot_mappings is None:
+        step, groups = self.trees.step, itertools.chain.from_iterable(self.attn_groups)
+        if step is None:
             return super()._build_attention_metadata(*args, **kwargs)
-        step.slot_mappings = slot_mappings
-        builders = [group.get_metadata_builder() for groups in self.attn_groups for group in groups]
-        for builder in builders:
-            builder.step = step
-        try:
+        step.slot_mappings = kwargs["slot_mappings"]
+        with self.trees.in_builders(group.get_metadata_builder() for group in groups):
             return super()._build_attention_metadata(*args, **kwargs)
-        finally:
-            for builder in builders:
-                builder.step = None
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         trees, metadata = self.trees, self.input_batch.sampling_metadata
