@@ -66,7 +66,7 @@ class MedusaModelRunner(CPUModelRunner):
         """Check that every layer's attention supports trees."""
         super().initialize_kv_cache(*args, **kwargs)
         layers = self.compilation_config.static_forward_context
-        own = getattr(self.drafter, "layer_names", ())
+        own = getattr(self.drafter, "_draft_attn_layer_names", ())
         self.trees.bind(layers, self.kv_cache_config, own)
 
     def _update_states(self, scheduler_output: Any) -> Any:
