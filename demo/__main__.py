@@ -20,9 +20,10 @@ from demo.replay import replay
 from demo.svg import draw
 from vllm_medusa.cli.console import ConsoleProgress, run_job, stdout_console
 from vllm_medusa.files import refuse_to_replace, require_parent
-from vllm_medusa.heads.checkpoint import peek_heads, require_fit
+from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.heads.files import find_target
 from vllm_medusa.heads.fingerprint import config_sizes
+from vllm_medusa.heads.fit import require_fit
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.offline.machine import describe_machine

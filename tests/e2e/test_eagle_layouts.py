@@ -48,7 +48,7 @@ def parts(llm: LLM) -> tuple[Any, Any]:
     core: Any = llm.llm_engine.engine_core
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
     drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator.drafter
-    ((name,),) = (group.layer_names for group in drafter.groups)
+    ((name,),) = (group.layer_names for group in drafter.draft_attn_groups)
     return drafter, drafter.vllm_config.compilation_config.static_forward_context[name]
 
 

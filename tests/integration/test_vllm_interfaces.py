@@ -122,7 +122,7 @@ OVERRIDES = {
     "TreeMetadataBuilder": {"build"},
     "TreeAttentionBackend": {"get_impl_cls", "get_builder_cls"},
     "TreeAttentionImpl": {"__init__"},
-    "_TreeBuilder": {"build"},  # for MLA
+    "TreeMLABuilder": {"build"},  # for MLA
     "_TreeImpl": {"forward_mqa"},
     "TreeMLABackend": {"get_impl_cls", "get_builder_cls"},
     "TreeAMXMLABackend": {"get_impl_cls", "get_builder_cls"},

@@ -51,7 +51,7 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
         count += bool(useful)
         if useful and count % every == 0:
             (grown,) = latest
-            ((name,),) = (group.layer_names for group in self.groups)
+            ((name,),) = (group.layer_names for group in self.draft_attn_groups)
             layer = self.vllm_config.compilation_config.static_forward_context[name]
             scratch = sum(tokens.shape[1] for tokens, _, _ in grown.levels[1:])
             places = torch.arange(grown.end + scratch)

@@ -125,7 +125,7 @@ def test_warm_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
     speculator = runner.speculator
     layers = speculator.vllm_config.compilation_config.static_forward_context
-    cache = layers[speculator.drafter.groups[0].layer_names[0]].kv_cache
+    cache = layers[speculator.drafter.draft_attn_groups[0].layer_names[0]].kv_cache
     attend, before, seen = cuda_attention.paged_tree_attention, cache.clone(), set()
 
     def spy(query: Any, keys: Any, values: Any, batch: Any, *args: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Folders of heads and drafters: their contents, whether they fit a target, reading and writing.
+"""Folders of heads and drafters: their contents, reading and writing.
 
 Strict: nothing is dropped, guessed or left random. Stock vLLM 0.32 can read what is saved here: a
 ``model.safetensors`` (names as in the ``vllm`` row of `formats`) and a ``config.json``, where
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -31,6 +31,7 @@ from vllm_medusa.heads.files import (
     is_finite,
     read_json,
 )
+from vllm_medusa.heads.fit import require_fit
 from vllm_medusa.heads.formats import TOKEN_MAP, Slot, name_of, read_names
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import HeadsError, MedusaHeads
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1  # of config.json's "medusa" object
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-Verdict = Literal["fits", "does not fit", "unknown"]
-NO: Verdict = "does not fit"
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,8 @@ class HeadsInfo:
 def peek_heads(source: str | Path, *, revision: str | None = None) -> HeadsInfo:
     """Describe a checkpoint (folder, file or hub name) without loading its weights.
 
-    Raises:
-        HeadsError: Not heads, or a tensor is missing, unexpected, or of the wrong shape or dtype.
-
+    Raises HeadsError: not heads, or a tensor is missing, unexpected, or of the wrong shape or
+    dtype.
     """
     return describe(find_checkpoint(source, revision))
 
@@ -274,61 +272,6 @@ def new_heads(is_hydra: bool, *, bias: bool = True, **sizes: Any) -> MedusaHeads
     return HydraHeads(**sizes) if is_hydra else MedusaHeads(bias=bias, **sizes)
 
 
-@dataclass(frozen=True)
-class Check:
-    """One check of whether heads fit a target or are consistent, with its result."""
-
-    name: str
-    verdict: Verdict
-    text: str
-
-
-def compare(name: str, found: int, needed: int | None) -> Check:
-    """Check a size against the target's; None: unknown."""
-    verdict: Verdict = "unknown" if needed is None else "fits" if found == needed else NO
-    return Check(name, verdict, f"{found}; the target has {needed}")
-
-
-def fits(info: HeadsInfo, hidden_size: int | None, vocab_size: int | None) -> list[Check]:
-    """Check heads against a target of these sizes; None: unknown. Reads the token map."""
-    return [
-        compare("hidden size", info.hidden_size, hidden_size),
-        Check("vocabulary", *_vocabulary(info, vocab_size)),
-    ]
-
-
-def require_fit(info: HeadsInfo, hidden_size: int | None, vocab_size: int | None) -> None:
-    """Raise `HeadsError` for heads that can't be used with a target of these sizes."""
-    for check in fits(info, hidden_size, vocab_size):
-        if check.verdict == NO:
-            raise HeadsError(
-                f"The heads in {info.files.label} do not fit the target: {check.name} "
-                f"{check.text}. Use the target that they were trained on, or heads trained for "
-                "this one."
-            )
-
-
-def _vocabulary(info: HeadsInfo, vocab: int | None) -> tuple[Verdict, str]:
-    if vocab is None:
-        return "unknown", "the target's config does not have its size"
-    rows, mapped = info.lm_head_rows, info.read_token_map()
-    if info.vocab_size not in (None, vocab):
-        hint = f' (padding rows need a "vocab_size" of {vocab} in config.json)' if rows else ""
-        return NO, f"{info.vocab_size} tokens; the target has {vocab}{hint}"
-    if mapped is None:
-        padding = f" and {rows - vocab} padding rows" if rows and rows > vocab else ""
-        return "fits", f"{vocab} tokens, as in the target{padding}"
-    bad = mapped[(mapped < 0) | (mapped >= vocab)]
-    name = info.names[TOKEN_MAP]
-    if bad.numel():
-        return NO, f"{name!r} holds token id {int(bad[0])}; the target's ids are 0 to {vocab - 1}"
-    if mapped.unique().numel() != mapped.numel():
-        return NO, f"{name!r} has a duplicate token"
-    if rows not in (None, len(mapped), vocab) and not (rows > vocab == info.vocab_size):
-        return NO, f"{name!r} has {len(mapped)} tokens, but the LM heads score {rows}"
-    return "fits", f"{len(mapped)} of the target's {vocab} tokens"
-
-
 def load_heads(
     source: str | Path,
     *,
@@ -346,10 +289,8 @@ def load_heads(
     Stored LM heads must have ``vocab_size`` rows, or one per entry of the token map. Additional
     rows are padding, and removed, only if ``config.json`` has exactly this ``vocab_size``.
 
-    Raises:
-        HeadsError: As `peek_heads`; heads for another target; values that are non-finite, or too
-            large for ``dtype``.
-
+    Raises HeadsError: as `peek_heads`; heads for another target; values that are non-finite, or too
+    large for ``dtype``.
     """
     info = peek_heads(source, revision=revision)
     require_fit(info, hidden_size, vocab_size)
@@ -398,10 +339,8 @@ def save_heads(
     ``config`` is JSON: ``base_model_name_or_path`` is written at the top level, the rest (``tree``,
     provenance) under ``"medusa"``.
 
-    Raises:
-        HeadsError: A value is non-finite, or the folder has a file that readers prefer; nothing is
-            written.
-
+    Raises HeadsError: a value is non-finite, or the folder has a file that readers prefer; nothing
+    is written.
     """
     for name in HEADS_FILES:
         if (Path(folder) / name).exists():
@@ -488,9 +427,8 @@ def update_config(folder: str | Path, /, **medusa_keys: Any) -> None:
     ``config.json``, one is created. ``provenance=entry`` appends a dict to the entries; a list
     replaces it.
 
-    Raises:
-        HeadsError: Not a folder, a config that is not a JSON object, or values that are not JSON.
-
+    Raises HeadsError: not a folder, a config that is not a JSON object, or values that are not
+    JSON.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_medusa.heads.checkpoint import NO, Check, Verdict, compare
 from vllm_medusa.heads.eagle_tensors import LAYER_IDS, Layout, named_layers
 from vllm_medusa.heads.files import CheckpointFiles, Progress, find_checkpoint, find_target
 from vllm_medusa.heads.fingerprint import config_sizes
+from vllm_medusa.heads.fit import NO, Check, Inspected, Verdict, compare
 from vllm_medusa.heads.model import HeadsError
 
 _OLD_SPECFORGE = (
@@ -22,18 +22,10 @@ _OLD_SPECFORGE = (
 
 
 @dataclass(frozen=True)
-class EagleInspection:
+class EagleInspection(Inspected):
     """All information on a drafter that is available without loading it."""
 
-    source: str
     drafter: Layout
-    checks: list[Check]
-    damage: list[str] = field(default_factory=list)  # such a drafter can't be loaded
-
-    @property
-    def fits(self) -> bool:
-        """Whether no problem is known."""
-        return not self.damage and all(check.verdict != NO for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON of everything."""
@@ -55,9 +47,7 @@ def inspect_eagle(
 ) -> EagleInspection:
     """Inspect a drafter's config and tensors, and a target's config.
 
-    Raises:
-        HeadsError: Not an EAGLE drafter, or no such target.
-
+    Raises HeadsError: not an EAGLE drafter, or no such target.
     """
     files = find_checkpoint(source, revision)
     sizes = {} if target is None else config_sizes(find_target(target).config)
@@ -90,7 +80,7 @@ def inspect_drafter(
         checks.append(Check("norm_output", "unknown", _OLD_SPECFORGE))
     if found.reads_layers and target.get("num_layers") is not None:
         checks.append(_layers(found.layers, found.num_states, target["num_layers"]))
-    return EagleInspection(files.label, found, checks)
+    return EagleInspection(files.label, checks, [], found)
 
 
 def doubtful_layers(config: Mapping[str, Any]) -> str:

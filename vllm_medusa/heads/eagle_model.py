@@ -96,9 +96,7 @@ def choose_layers(given: Sequence[int], num_layers: int) -> tuple[int, ...]:
 
     ``given`` unless it is empty; else vLLM's default, adapted if the target is too shallow.
 
-    Raises:
-        HeadsError: Not three distinct layers of the target.
-
+    Raises HeadsError: not three distinct layers of the target.
     """
     usual = default_layers(num_layers)
     if given:
@@ -119,14 +117,9 @@ def choose_layers(given: Sequence[int], num_layers: int) -> tuple[int, ...]:
     return layers
 
 
-class _Norm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
+class _Norm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps)
+        return super().forward(x.float())
 
 
 class _Layer(nn.Module):
@@ -216,15 +209,13 @@ class EagleDrafter(nn.Module):
         """Normed states [.., H] to logits over the draft vocabulary."""
         return self.lm_head(x)
 
-    def forward(self, features: Tensor, path: Tensor, first: int | Tensor = 0) -> Tensor:
-        """Normed states [B, L, K, H] of every row's chain.
-
-        Args:
-            features: [B, L, 3H], the target's hidden states; shorter texts are padded on the right.
-            path: int64 [B, L, K], the tokens after each row.
-            first: the position of row 0 in its text; int64 [B] if it differs.
-
-        """
+    def forward(
+        self,
+        features: Tensor,  # [B, L, 3H], the target's hidden states, padded on the right
+        path: Tensor,  # int64 [B, L, K], the tokens after each row
+        first: int | Tensor = 0,  # the position of row 0 in its text; int64 [B] if it differs
+    ) -> Tensor:
+        """Normed states [B, L, K, H] of every row's chain."""
         assert self.embedding is not None, "bind the target's embedding"
         layer, (_, length, steps) = self.midlayer, path.shape
         rows = torch.arange(length, device=features.device)

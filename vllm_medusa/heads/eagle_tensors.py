@@ -64,36 +64,23 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a drafter's config says, read as vLLM does.
-
-    Attributes:
-        method: vLLM's: "eagle3", or "eagle" for EAGLE-1 and 2.
-        kind: "EAGLE-1 or 2", "EAGLE-3", "EAGLE-3.1" or `P_EAGLE`.
-        layout: whose folder it is: "SafeAILab", "SpecForge" (SGLang's and NVIDIA's too),
-            "speculators" or "native".
-        architecture: by vLLM's rules.
-        module: "llama" or "qwen3"; None: vLLM has no such module, or it is not supported here.
-        num_states: how many of the target's hidden states it reads.
-        reads_last: whether it reads only the target's last hidden state, without ``fc``.
-        window: of its attention; None: everything.
-
-    """
+    """What a drafter's config says, read as vLLM does."""
 
     names: Mapping[str, str]  # vLLM's -> stored
     shapes: Mapping[str, tuple[int, ...]]  # by vLLM's names
     config: Mapping[str, Any]  # flat, see `flat_config`
-    method: str
-    kind: str
-    layout: str
-    architecture: str
-    module: str | None
+    method: str  # vLLM's: "eagle3", or "eagle" for EAGLE-1 and 2
+    kind: str  # "EAGLE-1 or 2", "EAGLE-3", "EAGLE-3.1" or `P_EAGLE`
+    layout: str  # "SafeAILab", "SpecForge" (SGLang's and NVIDIA's too), "speculators" or "native"
+    architecture: str  # by vLLM's rules
+    module: str | None  # "llama" or "qwen3"; None: not in vLLM, or not supported here
     hidden_size: int
     target_hidden_size: int
     vocab_size: int
     draft_vocab_size: int
-    num_states: int
-    reads_last: bool
-    window: int | None
+    num_states: int  # number of the target's hidden states that it reads
+    reads_last: bool  # whether it reads only the target's last hidden state, without ``fc``
+    window: int | None  # of its attention; None: everything
     norm_before_fc: bool
     fc_norm: bool
 
@@ -103,9 +90,7 @@ class Layout:
 
         ``method`` is vLLM's; None: it follows from the tensors.
 
-        Raises:
-            HeadsError: Not an EAGLE drafter.
-
+        Raises HeadsError: not an EAGLE drafter.
         """
         config, names = files.config, bare_names(files)
         specs = files.specs(names.values())

@@ -116,9 +116,7 @@ class CheckpointFiles:
 
         Each is a tensor, or a slice of ``safe_open(..).get_slice``.
 
-        Raises:
-            HeadsError: A damaged file, or one without a tensor listed in its index.
-
+        Raises HeadsError: a damaged file, or one without a tensor listed in its index.
         """
         by_file: dict[Path, list[str]] = {}
         for name in names:
@@ -154,10 +152,8 @@ def digest_heads(files: CheckpointFiles) -> str:
 def find_checkpoint(source: str | Path, revision: str | None = None) -> CheckpointFiles:
     """Find a checkpoint in a folder, a file, or a model of the hub (downloaded once, then cached).
 
-    Raises:
-        HeadsError: There is none, the hub is unreachable and it was not downloaded before, or a
-            local one has a revision.
-
+    Raises HeadsError: there is none, the hub is unreachable and it was not downloaded before, or a
+    local one has a revision.
     """
     path = Path(source).expanduser()
     if revision is not None and path.exists():
@@ -182,9 +178,7 @@ def find_target(source: str | Path, revision: str | None = None) -> CheckpointFi
 
     Heads in the same folder or files are ignored.
 
-    Raises:
-        HeadsError: There are none, or only heads.
-
+    Raises HeadsError: there are none, or only heads.
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():

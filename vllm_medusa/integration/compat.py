@@ -46,9 +46,7 @@ def uses_v2_runner(parallel_config: Any) -> bool:
     vLLM decides this on the finished config, which does not exist yet when the speculative config
     is created. So its rule is repeated here, and `checks` compares the two answers later.
 
-    Raises:
-        MedusaConfigError: It was requested but can't run; vLLM's own error has less information.
-
+    Raises MedusaConfigError: it was requested but can't run; vLLM's own error has less information.
     """
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON

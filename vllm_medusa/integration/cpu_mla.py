@@ -46,10 +46,10 @@ class TreeMLAMetadata(MLACommonMetadata):
     plain_rows: Tensor | None = None  # int64
 
 
-class _TreeBuilder(MLACommonMetadataBuilder):
+class TreeMLABuilder(MLACommonMetadataBuilder):
     """Splits a step into trees and the rest; the runner sets `step` during the build."""
 
-    step: TreeStep | None
+    step: TreeStep | None = None
     query_len_support = QueryLenSupport.VARLEN  # the batch starts with the requests that decode
 
     def build(
@@ -158,13 +158,7 @@ class _TreeImpl(MLACommonImpl):
         return out, None
 
 
-class TreeMLABuilder(_TreeBuilder):
-    """Of the reference backend."""
-
-    step = None
-
-
-class TreeAMXMLABuilder(_TreeBuilder, AMXMLAMetadataBuilder):
+class TreeAMXMLABuilder(TreeMLABuilder, AMXMLAMetadataBuilder):
     """Of the backend for AMX."""
 
     step = None

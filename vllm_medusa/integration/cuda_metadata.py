@@ -130,17 +130,7 @@ def _splits(shape: _Shape, batch: int, max_query_len: int, max_seq_len: int) -> 
         return 1
     from vllm_medusa.scorer.launch import choose_splits
 
-    return choose_splits(
-        batch,
-        shape.num_heads,
-        shape.kv_heads,
-        shape.head_size,
-        max_query_len,
-        max_seq_len,
-        shape.dtype,
-        shape.kv_dtype,
-        shape.device,
-    )
+    return choose_splits(batch, max_query_len=max_query_len, max_seq_len=max_seq_len, **vars(shape))
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,22 +28,13 @@ class DraftMessage(DraftTokenIds):
 
 @dataclass
 class Draft(Drafted):
-    """Drafts of a request, kept until the step that may verify them ends.
+    """Drafts of a request, kept until the step that may verify them ends."""
 
-    Attributes:
-        request: their request; its id may be reused later.
-        token_ids: of all drafts, best first; empty if only on the device.
-        parents: parent node of each, if the request has a grammar.
-        constrained: whether the grammar has started.
-        run: tokens and kinds of the drafts forced by the grammar.
-
-    """
-
-    request: Request = field(kw_only=True)
-    token_ids: list[int] = field(default_factory=list)
-    parents: list[int] | None = None
-    constrained: bool = False
-    run: list[tuple[int, int]] = field(default_factory=list)
+    request: Request = field(kw_only=True)  # its id may be reused later
+    token_ids: list[int] = field(default_factory=list)  # best first; empty if only on the device
+    parents: list[int] | None = None  # parent node of each, if the request has a grammar
+    constrained: bool = False  # whether the grammar has started
+    run: list[tuple[int, int]] = field(default_factory=list)  # forced tokens, and their kinds
 
     def __post_init__(self) -> None:
         params = self.request.sampling_params

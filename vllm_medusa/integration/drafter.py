@@ -29,27 +29,17 @@ class Drafter(Protocol):
 
     def draft(
         self,
-        states: Any,
-        root: Tensor,
-        num_nodes: int,
-        max_depth: Tensor,
-        limit: int | None = None,
-        min_survival: float | None = None,
-        stream: Stream | None = None,
+        states: Any,  # of B requests
+        root: Tensor,  # int64 [B], the last sampled tokens
+        num_nodes: int,  # of each tree, root included
+        max_depth: Tensor,  # int64 [B], max useful depth; above 0, there are ``scratch`` slots
+        limit: int | None = None,  # max useful drafts per request, >= 1, and levels; None: all
+        min_survival: float | None = None,  # of some draft, for deep heads to run; None: always
+        stream: Stream | None = None,  # the noise of the next tokens; None: no request samples
     ) -> DraftTrees:
         """A tree for each request, equal on all ranks.
 
-        Args:
-            states: Inputs of B requests: for heads the target's hidden states
-                [B, H] at the last accepted nodes, for EAGLE drafters `eagle_trees.Roots`.
-            root: int64 [B], the last sampled tokens.
-            num_nodes: Nodes of each tree, root included.
-            max_depth: int64 [B], max useful depth per request. If above 0, the request has
-                ``scratch`` slots.
-            limit: Max useful drafts per request, at least 1; also an upper bound of levels.
-                None: all.
-            min_survival: Deep heads run only if some draft reaches this survival. None: always.
-            stream: The noise of the requests' next tokens. None: no request samples.
-
+        ``states`` are the target's hidden states [B, H] at the last accepted nodes for heads, and
+        `eagle_trees.Roots` for EAGLE drafters.
         """
         ...

@@ -15,9 +15,9 @@ from typing import Any
 from vllm.config import SpeculativeConfig
 
 from vllm_medusa.config import GROWN_METHODS, EagleConfig, MedusaConfigError
-from vllm_medusa.heads.checkpoint import NO
 from vllm_medusa.heads.eagle import doubtful_layers, inspect_drafter, named_layers
 from vllm_medusa.heads.files import find_checkpoint, is_drafter
+from vllm_medusa.heads.fit import NO
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.options import CreateConfig, TreeSettings, absolute, merged

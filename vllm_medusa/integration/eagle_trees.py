@@ -142,16 +142,12 @@ class EagleTrees:
     model: Any  # vLLM's module
     method: str
     beam: Beam
+    draft_attn_groups: Sequence[Any]  # of its layers; empty before the KV cache exists
     block_size: int  # of its KV cache group
     tree = None
     target_ids: Tensor | None = None  # int64 [V_draft]; None: same vocabulary
     kernel: EagleBeam | None = None  # for few rows on CPUs
     _known_cache: EagleCache | None = None
-
-    @property
-    def groups(self) -> Sequence[Any]:
-        """The attention groups of its layers; empty before the KV cache exists."""
-        raise NotImplementedError
 
     @property
     def scratch(self) -> int:
@@ -161,9 +157,7 @@ class EagleTrees:
     def prepare(self) -> None:
         """Check the loaded drafter, and set the attributes that drafting needs.
 
-        Raises:
-            HeadsError: A weight holds NaN or infinity.
-
+        Raises HeadsError: a weight holds NaN or infinity.
         """
         for name, weight in self.model.named_parameters():
             if not is_finite(weight):
@@ -248,7 +242,7 @@ class EagleTrees:
     ) -> tuple[Tensor, Tensor]:
         metadata: dict[str, Any] = {}
         slots: dict[str, Tensor] = {}
-        for group in self.groups:
+        for group in self.draft_attn_groups:
             builder = group.get_metadata_builder()
             if branches is None:
                 built = builder.build(0, common)
@@ -272,9 +266,9 @@ class EagleTrees:
 
     def _cache(self, rows: int) -> EagleCache | None:
         """The layer's cache for the kernel; None if it does not serve this many rows."""
-        if self.kernel is None or rows > MAX_ROWS or not self.groups:
+        if self.kernel is None or rows > MAX_ROWS or not self.draft_attn_groups:
             return None
-        ((name,),) = (group.layer_names for group in self.groups)
+        ((name,),) = (group.layer_names for group in self.draft_attn_groups)
         layer = self.vllm_config.compilation_config.static_forward_context[name]
         known = self._known_cache
         if known is None or known.tensor is not layer.kv_cache:
@@ -306,12 +300,7 @@ class PendingTokens:
     ) -> Roots | None:
         """Add a step's tokens, and process all pending ones if due.
 
-        Args:
-            requests: the B requests of the step.
-            paths: their accepted paths.
-            plain: whether each request has one row.
-            drafts: whether the roots are needed.
-
+        ``plain``: each of the step's ``requests`` has one row. ``drafts``: the roots are needed.
         """
         if not plain or self._requests != requests:
             self.flush()

@@ -6,6 +6,7 @@ is restored by rollback. Nodes are parents first; the root is node 0, draft i is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -177,8 +178,7 @@ class Spelling:
     """Estimates the probabilities of a few allowed tokens from their texts."""
 
     def __init__(self, spell: Spell) -> None:
-        self._spell = spell
-        self._known: dict[tuple[int, ...], list[bool]] = {}
+        self._wholes = functools.lru_cache(_MAX_SPELLINGS)(functools.partial(_wholes, spell))
 
     def chances(self, tokens: Sequence[int], longest: float) -> list[float]:
         """Probabilities of the allowed tokens, from their texts.
@@ -193,17 +193,11 @@ class Spelling:
         share = longest if rest else 1.0
         return [share / many if whole else (1 - share) / rest for whole in wholes]
 
-    def _wholes(self, tokens: tuple[int, ...]) -> list[bool]:
-        """The tokens that are not a prefix of another one."""
-        if (known := self._known.get(tokens)) is not None:
-            return known
-        if len(self._known) >= _MAX_SPELLINGS:
-            self._known.clear()
-        texts = [text or "" for text in self._spell(tokens)]  # None: no such token
-        found = self._known[tokens] = [
-            not any(other != text and other.startswith(text) for other in texts) for text in texts
-        ]
-        return found
+
+def _wholes(spell: Spell, tokens: tuple[int, ...]) -> list[bool]:
+    """The tokens that are not a prefix of another one."""
+    texts = [text or "" for text in spell(tokens)]  # None: no such token
+    return [not any(other != text and other.startswith(text) for other in texts) for text in texts]
 
 
 def among_few(prior: Sequence[float], chances: Sequence[float]) -> list[float]:

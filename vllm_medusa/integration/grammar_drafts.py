@@ -36,18 +36,13 @@ class GrammarDrafts:
     """Selects drafts by grammar; see the module docstring."""
 
     def __init__(
-        self, manager: Any, vocab_size: int, max_model_len: int, depth: int, run_depth: int
+        self,
+        manager: Any,  # vLLM's `StructuredOutputManager`
+        vocab_size: int,  # V, the size of masks
+        max_model_len: int,
+        depth: int,  # max depth of trees from heads
+        run_depth: int,  # max depth of forced runs, which may be deeper
     ) -> None:
-        """Create it.
-
-        Args:
-            manager: vLLM's `StructuredOutputManager`.
-            vocab_size: V, the size of masks.
-            max_model_len: max tokens per request.
-            depth: max depth of trees from heads.
-            run_depth: max depth of forced runs, which may be deeper.
-
-        """
         self.manager, self.vocab_size, self.max_model_len = manager, vocab_size, max_model_len
         self.depth, self.run_depth = depth, run_depth
         self._chances = Chance(), Chance()  # for greedy and for other requests
@@ -105,17 +100,10 @@ class GrammarDrafts:
     def bitmask(
         self,
         output: SchedulerOutput,
-        pending: Mapping[str, Draft],
-        make: Callable[[SchedulerOutput], GrammarOutput | None],
+        pending: Mapping[str, Draft],  # drafts of its requests
+        make: Callable[[SchedulerOutput], GrammarOutput | None],  # vLLM's own, for chains
     ) -> GrammarOutput | None:
-        """The masks of a step: each node's is the grammar's state after its own path.
-
-        Args:
-            output: the step.
-            pending: drafts of its requests.
-            make: vLLM's own function, for chains.
-
-        """
+        """The masks of a step: each node's is the grammar's state after its own path."""
         trees = tree_parents(output)
         if not trees:
             return make(output)

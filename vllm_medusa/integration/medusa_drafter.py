@@ -50,9 +50,7 @@ def arranged(heads: MedusaHeads, device: torch.device, rows: slice | None = None
 def target_embedding(target: nn.Module) -> Embed:
     """The target's embedding weights, without a scale that the model may apply to its output.
 
-    Raises:
-        MedusaConfigError: The target has no usable embedding.
-
+    Raises MedusaConfigError: the target has no usable embedding.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 

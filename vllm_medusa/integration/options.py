@@ -25,8 +25,9 @@ from vllm_medusa.config import (
     MedusaConfigError,
     resolve_tree,
 )
-from vllm_medusa.heads.checkpoint import HeadsInfo, peek_heads, require_fit
+from vllm_medusa.heads.checkpoint import HeadsInfo, peek_heads
 from vllm_medusa.heads.fingerprint import match_target
+from vllm_medusa.heads.fit import require_fit
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration import compat
 from vllm_medusa.plugin import version_problem
@@ -130,26 +131,16 @@ MakeConfig = Callable[[Any, CreateConfig, Any, Any, bool], tuple[TreeSettings, A
 
 def prepare(
     engine_args: Any,
-    original: Callable[..., Any],
-    model_config: Any,
-    parallel_config: Any,
-    make: MakeConfig,
+    original: Callable[..., Any],  # the replaced method
+    model_config: Any,  # the target's
+    parallel_config: Any,  # the target's
+    make: MakeConfig,  # `config_of_heads` or `eagle.config_of_eagle`
 ) -> Any:
     """Replaces ``EngineArgs.create_speculative_config`` for trees.
 
-    Args:
-        engine_args: vLLM's.
-        original: the replaced method.
-        model_config: The target's.
-        parallel_config: The target's.
-        make: `config_of_heads` or `eagle.config_of_eagle`.
+    Returns vLLM's speculative config, with the acceptance rule and the runner as attributes.
 
-    Returns:
-        vLLM's speculative config, with the acceptance rule and the runner as attributes.
-
-    Raises:
-        MedusaConfigError, HeadsError, TreeError: All are `ValueError`, before weights load.
-
+    Raises MedusaConfigError, HeadsError, TreeError: all are `ValueError`, before weights load.
     """
     if problem := version_problem():
         raise MedusaConfigError(problem)
@@ -222,37 +213,33 @@ def resolve(config: MedusaConfig, model_config: Any) -> TreeSettings:
         ) from None
     require_fit(info, model_config.get_hidden_size(), model_config.get_vocab_size())
     _compare_targets(info, source, model_config)
+    vocab_size = info.draft_vocab_size or model_config.get_vocab_size()
+    tree: TokenTree | DynamicTree
     if config.tree is None:
-        return TreeSettings(
-            heads=absolute(source),
-            revision=config.revision,
-            tree=_dynamic(config, info, model_config),
-            acceptance=config.acceptance,
-            budget=config.budget or "auto",
-            taus=info.taus,
-            lookup=config.lookup,
-            shared_noise=config.shared_noise,
+        tree = _dynamic(config, info, vocab_size)
+    else:
+        tree = resolve_tree(
+            config.tree,
+            heads_default=info.tree,
+            num_heads=info.num_heads,
+            vocab_size=vocab_size,
+            max_draft_tokens=config.num_speculative_tokens,
         )
-    tree = resolve_tree(
-        config.tree,
-        heads_default=info.tree,
-        num_heads=info.num_heads,
-        vocab_size=info.draft_vocab_size or model_config.get_vocab_size(),
-        max_draft_tokens=config.num_speculative_tokens,
-    )
     return TreeSettings(
-        absolute(source),
-        config.revision,
-        tree,
-        config.acceptance,
+        heads=absolute(source),
+        revision=config.revision,
+        tree=tree,
+        acceptance=config.acceptance,
+        budget=(config.budget or "auto") if config.tree is None else None,
+        taus=info.taus,
+        lookup=config.lookup,
         shared_noise=config.shared_noise,
     )
 
 
-def _dynamic(config: MedusaConfig, info: HeadsInfo, model_config: Any) -> DynamicTree:
+def _dynamic(config: MedusaConfig, info: HeadsInfo, vocab_size: int) -> DynamicTree:
     """Dynamic trees from the user's options and the heads."""
     maximum = _max_drafts(config)
-    vocab_size = info.draft_vocab_size or model_config.get_vocab_size()
     pool: TokenTree | Beam = widest_pool(info.num_heads, vocab_size)
     if info.is_hydra:
         pool = Beam(BEAM_WIDTH, min(BEAM_WIDTH, vocab_size), info.num_heads)
@@ -321,9 +308,7 @@ def choose_worker(parallel_config: Any, ours: str) -> None:
 def choose_triton_attention(engine_args: Any) -> None:
     """Make vLLM select its Triton attention, which tree attention replaces on CUDA.
 
-    Raises:
-        MedusaConfigError: The user selected another backend.
-
+    Raises MedusaConfigError: the user selected another backend.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

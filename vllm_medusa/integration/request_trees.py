@@ -7,7 +7,8 @@ drafts to a prefix.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,18 @@ class RequestTrees:
             self.step = TreeStep.build(trees, num_nodes, cu_nodes, rows, input_ids)
             self.step.slot_mappings = slot_mappings or {}
         return self.step
+
+    @contextmanager
+    def in_builders(self, builders: Iterable[Any]) -> Iterator[None]:
+        """Within the block, metadata builders of tree attention have the step's trees."""
+        builders = list(builders)
+        for builder in builders:
+            builder.step = self.step
+        try:
+            yield
+        finally:
+            for builder in builders:
+                builder.step = None
 
     def end(self) -> Verdict | None:
         """End the step and return its verdict; a dummy step may follow without `begin`."""

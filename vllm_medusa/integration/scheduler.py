@@ -200,14 +200,14 @@ class TreeScheduler(Scheduler):
     ) -> Any:
         """Update the estimates from a step; the rest is vLLM's."""
         step = self.clock.output()
-        if step is not None and step.requests:  # vLLM collects its statistics in the call below
+        if step.requests:  # vLLM collects its statistics in the call below
             drafted = step.limit > 0 and self.options.tree.max_depth > 0
             nodes = sum(step.nodes.values())
             self._report.add(step.requests, nodes, prefill=step.prefill, drafted=drafted)
             step.tokens = sum(map(len, model_runner_output.sampled_token_ids))
         self._learn_drafts(scheduler_output, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output)
-        if step is not None and step.requests:
+        if step.requests:
             self._limit_of_last = step.limit if step.limit < self.max_drafts else None
             more = self.has_unfinished_requests()
             self._learn_time(self.clock.end(step, more=more))

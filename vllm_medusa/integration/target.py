@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,8 @@ from vllm_medusa.heads.model import MedusaHeads
 _CHANNELS = 64  # channels of the LM head per chunk
 
 
-@contextmanager
-def heads_left_out() -> Iterator[None]:
-    """Within the block, vLLM's loader skips the heads in a full Medusa-2 checkpoint."""
+def heads_left_out() -> Any:
+    """A context in which vLLM's loader skips the heads in a full Medusa-2 checkpoint."""
     original = DefaultModelLoader.get_all_weights
 
     def get_all_weights(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -28,11 +28,7 @@ def heads_left_out() -> Iterator[None]:
             if not is_head_tensor(name):
                 yield name, tensor
 
-    DefaultModelLoader.get_all_weights = get_all_weights
-    try:
-        yield
-    finally:
-        DefaultModelLoader.get_all_weights = original
+    return patch.object(DefaultModelLoader, "get_all_weights", get_all_weights)
 
 
 def adapted_heads(target: nn.Module) -> list[LogitsProcessorWithLoRA]:

@@ -96,11 +96,9 @@ def run_in_process(
     The job is a module-level function; its options and result must be picklable.
     The process's output and notes are appended to the log.
 
-    Raises:
-        ValueError, OSError, JobFailed: raised by the job, with the same text.
-        JobFailed: the process died; the text has the end of its log.
-        KeyboardInterrupt: in either process; the job has been interrupted and has ended.
-
+    Raises ValueError, OSError, JobFailed: raised by the job, with the same text; JobFailed: the
+    process died; the text has the end of its log; KeyboardInterrupt: in either process; the job has
+    been interrupted and has ended.
     """
     with Child("the job", _run, log) as child:
         child.channel.send((job, options, more))

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_medusa.heads.checkpoint import NO
 from vllm_medusa.heads.eagle import inspect_drafter
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
 from vllm_medusa.heads.eagle_tensors import bare_names, flat_config, rope_of
 from vllm_medusa.heads.files import find_checkpoint
+from vllm_medusa.heads.fit import NO
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.training.method import Batch, Method
 from vllm_medusa.training.target import Target, TargetError

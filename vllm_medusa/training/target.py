@@ -156,15 +156,12 @@ class Target:
         bias = None if bias is None else bias.detach()[rows].to(weight.dtype)
 
         def lm_head(x: Tensor) -> Tensor:
-            return self.shape_logits(functional.linear(x.to(weight.dtype), weight, bias))
+            logits = functional.linear(x.to(weight.dtype), weight, bias)
+            if self.soft_cap is not None:
+                logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+            return logits if self.logit_scale == 1.0 else logits * self.logit_scale
 
         return lm_head
-
-    def shape_logits(self, logits: Tensor) -> Tensor:
-        """Apply soft cap and scale to the output of the LM head's matrix and bias, any shape."""
-        if self.soft_cap is not None:
-            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
-        return logits if self.logit_scale == 1.0 else logits * self.logit_scale
 
     @torch.no_grad()
     def _find_scale(self, config: Any) -> None:

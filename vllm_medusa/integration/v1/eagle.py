@@ -26,16 +26,6 @@ class EagleTreeDrafter(EagleTrees, EagleProposer):
         super().__init__(vllm_config, device, runner)
         self.beam = beam_of(TreeSettings.of(vllm_config).tree)
 
-    @property
-    def groups(self) -> list[Any]:
-        """Attention groups of its layers."""
-        return self.draft_attn_groups
-
-    @property
-    def layer_names(self) -> set[str]:
-        """Its attention layers."""
-        return set(self._draft_attn_layer_names)
-
     def load_model(self, target_model: nn.Module) -> None:
         """Load the drafter, which may share the target's embedding and LM head."""
         super().load_model(target_model)

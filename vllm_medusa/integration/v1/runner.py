@@ -8,6 +8,9 @@ trees' part of it), the forward pass, `_sample` (verify, then compact the KV cac
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -63,7 +66,7 @@ class MedusaModelRunner(CPUModelRunner):
         """Check that every layer's attention supports trees."""
         super().initialize_kv_cache(*args, **kwargs)
         layers = self.compilation_config.static_forward_context
-        own = getattr(self.drafter, "layer_names", ())
+        own = getattr(self.drafter, "_draft_attn_layer_names", ())
         self.trees.bind(layers, self.kv_cache_config, own)
 
     def _update_states(self, scheduler_output: Any) -> Any:
@@ -120,19 +123,12 @@ class MedusaModelRunner(CPUModelRunner):
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        step = self.trees.step
-        slot_mappings = kwargs.get("slot_mappings")
-        if step is None or slot_mappings is None:
+        step, groups = self.trees.step, itertools.chain.from_iterable(self.attn_groups)
+        if step is None:
             return super()._build_attention_metadata(*args, **kwargs)
-        step.slot_mappings = slot_mappings
-        builders = [group.get_metadata_builder() for groups in self.attn_groups for group in groups]
-        for builder in builders:
-            builder.step = step
-        try:
+        step.slot_mappings = kwargs["slot_mappings"]
+        with self.trees.in_builders(group.get_metadata_builder() for group in groups):
             return super()._build_attention_metadata(*args, **kwargs)
-        finally:
-            for builder in builders:
-                builder.step = None
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         trees, metadata = self.trees, self.input_batch.sampling_metadata
@@ -141,9 +137,8 @@ class MedusaModelRunner(CPUModelRunner):
             # rows of prompt embeddings may hold another request's stale draft placeholders (-1)
             metadata.prompt_token_ids.clamp_(min=0)
         rule = None if trees.step is None else trees.requests.typical(self._slots_of_batch())
-        trees.verdict, output = self._verifier(
-            logits, trees.step, metadata, rule, self._discarded()
-        )
+        with self._discarded_hidden():
+            trees.verdict, output = self._verifier(logits, trees.step, metadata, rule)
         trees.compact()
         return output
 
@@ -254,38 +249,30 @@ class MedusaModelRunner(CPUModelRunner):
         return sample_hidden_states[step.cu_nodes[:-1] + verdict.path.last_node]
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The drafts for the scheduler, with their metadata."""
-        if not self._drafts.req_ids:
-            return None  # no drafts were requested
-        drafts = super().take_draft_token_ids()
-        if drafts is None:
-            return None
-        self._drafts.draft_token_ids = drafts.draft_token_ids
-        return self._drafts
+        """The drafts for the scheduler, with their metadata; None: none were requested."""
+        drafted = super().take_draft_token_ids() is not None and self._drafts.req_ids
+        return self._drafts if drafted else None
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Always fits: heads use no positions; the scheduler limits drafts by max_model_len."""
         return True
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        """Hide the generators of discarded requests: vLLM rewinds them, which fails on CPUs.
+        with self._discarded_hidden():
+            return super()._bookkeeping_sync(*args, **kwargs)
 
-        No rewind is needed: they were not used (`verify`).
+    @contextmanager
+    def _discarded_hidden(self) -> Iterator[None]:
+        """Within the block, hide the generators of requests whose token is discarded.
+
+        So they do not advance in verification, and vLLM does not rewind them, which fails on CPUs.
         """
-        generators = self.input_batch.generators
-        if not generators:
-            return super()._bookkeeping_sync(*args, **kwargs)
-        hidden = {
-            index: generators.pop(index) for index in self._discarded() if index in generators
-        }
+        generators, hidden = self.input_batch.generators, {}
+        if generators:
+            mask = self.discard_request_mask.np[: self.input_batch.num_reqs]
+            unused = generators.keys() & np.flatnonzero(mask).tolist()
+            hidden = {index: generators.pop(index) for index in unused}
         try:
-            return super()._bookkeeping_sync(*args, **kwargs)
+            yield
         finally:
             generators.update(hidden)
-
-    def _discarded(self) -> list[int]:
-        """Requests whose token is discarded, if any request has a generator."""
-        if not self.input_batch.generators:
-            return []
-        mask = self.discard_request_mask.np[: self.input_batch.num_reqs]
-        return np.nonzero(mask)[0].tolist()

@@ -8,9 +8,6 @@ min_tokens, the request's seed) is as in plain decoding, and a generator advance
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -24,30 +21,17 @@ from vllm_medusa.scorer.step import TreeStep
 
 
 def verify(
-    sampler: GuidedSampler,
-    logits: Tensor,
-    step: TreeStep | None,
-    metadata: SamplingMetadata,
+    sampler: GuidedSampler,  # the engine's
+    logits: Tensor,  # [sum of num_nodes, V], the target's at every node; not modified
+    step: TreeStep | None,  # None: plain sampling without a verdict
+    metadata: SamplingMetadata,  # of the B requests
     typical: TypicalRule | None,
-    discarded: list[int],
 ) -> tuple[Verdict | None, SamplerOutput]:
     """Decide every request's path and tokens, in place of vLLM's rejection sampler.
 
-    Args:
-        sampler: the engine's.
-        logits: [sum of num_nodes, V], the target's logits at every node; not modified.
-        step: The trees; None: plain sampling without a verdict.
-        metadata: vLLM's sampling metadata of the B requests.
-        typical: The requests with the typical rule, or None.
-        discarded: Requests whose token vLLM discards (unfinished prefills); they do not
-            advance their generators.
-
-    Returns:
-        The verdict, and vLLM's output: int32 [B, columns] token ids padded with -1, and the
-        logprobs of [B * columns] rows if any request needs them.
-
+    Returns the verdict, and vLLM's output: int32 [B, columns] token ids padded with -1, and the
+    logprobs of [B * columns] rows if any request needs them.
     """
-    metadata = _without(metadata, discarded)
     if step is None:
         return None, sampler(logits=logits, sampling_metadata=one_row_each(metadata))
     if typical is None and _is_plain_greedy(metadata):
@@ -96,16 +80,6 @@ def _is_plain_greedy(metadata: SamplingMetadata) -> bool:
             for processor in metadata.logitsprocs.non_argmax_invariant
         )
     )
-
-
-def _without(metadata: SamplingMetadata, discarded: list[int]) -> SamplingMetadata:
-    """The metadata without generators of requests whose token is discarded."""
-    generators: dict[int, Any] = metadata.generators
-    if not discarded or not generators:
-        return metadata
-    drop = set(discarded)
-    kept = {index: gen for index, gen in generators.items() if index not in drop}
-    return replace(metadata, generators=kept)
 
 
 def _finish(verdict: Verdict, levels: list[LogprobsTensors]) -> tuple[Verdict, SamplerOutput]:

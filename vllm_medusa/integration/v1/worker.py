@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 from vllm.v1.worker import cpu_worker
 
@@ -14,20 +15,17 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
     """Runs `MedusaModelRunner` with tree attention in place of vLLM's CPU attention."""
 
     def init_device(self) -> None:
-        """Build the runner; CPUWorker hardcodes its class, so the name is patched temporarily."""
+        """Build the runner; CPUWorker hardcodes its class, so the name is patched meanwhile."""
         from vllm_medusa.integration.v1.eagle import EagleModelRunner
         from vllm_medusa.integration.v1.history import install_moves
         from vllm_medusa.integration.v1.runner import MedusaModelRunner
 
         install_moves()
         install_attention()
-        stock = cpu_worker.CPUModelRunner
         uses_eagle = is_eagle(self.vllm_config.speculative_config)
-        cpu_worker.CPUModelRunner = EagleModelRunner if uses_eagle else MedusaModelRunner
-        try:
+        runner = EagleModelRunner if uses_eagle else MedusaModelRunner
+        with patch.object(cpu_worker, "CPUModelRunner", runner):
             super().init_device()
-        finally:
-            cpu_worker.CPUModelRunner = stock
 
     def compile_or_warm_up_model(self) -> Any:
         """Time steps first if the budget needs step times; vLLM then reseeds."""

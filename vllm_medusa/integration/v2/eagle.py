@@ -27,16 +27,15 @@ from vllm_medusa.sampler import Verdict
 
 
 class EagleTreeDrafter(EagleTrees):
-    """vLLM's module with its weights; the cache groups are set by `bind`."""
-
-    groups: list[Any] = []  # noqa: RUF012  # until there is a cache
+    """vLLM's module with its weights; the speculator sets the cache groups."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
         self.method = str(vllm_config.speculative_config.method)  # type: ignore[union-attr]
         self.reads_layers = reads_layers(vllm_config.speculative_config)
         self.beam = beam_of(TreeSettings.of(vllm_config).tree)
-        self.block_size = vllm_config.model_config.max_model_len  # until there is a cache
+        self.draft_attn_groups: list[Any] = []  # until there is a cache
+        self.block_size = vllm_config.model_config.max_model_len  # likewise
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the drafter, which may share the target's embedding and LM head."""
@@ -66,9 +65,7 @@ class EagleTreeSpeculator(TreeSpeculator):
     def set_attn(self, *args: Any) -> None:
         """Find the drafter's layers in vLLM's KV cache groups.
 
-        Raises:
-            MedusaConfigError: They are not in exactly one group.
-
+        Raises MedusaConfigError: they are not in exactly one group.
         """
         DraftModelSpeculator.set_attn(self, *args)
         found = [index for index, groups in enumerate(self.attn_groups) if groups]
@@ -78,7 +75,7 @@ class EagleTreeSpeculator(TreeSpeculator):
                 'one. Omit "tree".'
             )
         (self._group,) = found
-        self.drafter.groups = self.attn_groups[self._group]
+        self.drafter.draft_attn_groups = self.attn_groups[self._group]
         self.drafter.block_size = self.block_tables.block_sizes[self._group]
 
     @torch.inference_mode()
@@ -108,7 +105,7 @@ class EagleTreeSpeculator(TreeSpeculator):
             features = aux_hidden_states
         count, device = batch.num_reqs, self.device
         table = torch.zeros(count, 1, dtype=torch.int32, device=device)
-        if self.drafter.groups:
+        if self.drafter.draft_attn_groups:
             table = self.block_tables.input_block_tables[self._group][:count]
         scheduled = batch.num_scheduled_tokens
         paths = accepted_paths(

@@ -62,23 +62,15 @@ class TreeSampler(RejectionSampler):
 
     def __call__(
         self,
-        logits: Tensor,
+        logits: Tensor,  # [sum of num_nodes, V], the target's at every node
         input_batch: InputBatch,
-        draft_logits: Tensor | None = None,
-        invalid_drafts: Tensor | None = None,
+        draft_logits: Tensor | None = None,  # unused: drafts are not sampled from a distribution
+        invalid_drafts: Tensor | None = None,  # bool [sum of num_nodes], drafts without a mask
     ) -> SamplerOutput:
         """Verify the step's trees.
 
-        Args:
-            logits: [sum of num_nodes, V], the target's logits at every node.
-            input_batch: vLLM's view of the step.
-            draft_logits: unused, because drafts are not sampled from a distribution.
-            invalid_drafts: bool [sum of num_nodes], drafts without a mask.
-
-        Returns:
-            int64 [B, D + 1] token ids padded with -1, and their counts; for requests that
-            need them, the logprobs of B * (D + 1) rows.
-
+        Returns int64 [B, D + 1] token ids padded with -1, and their counts; for requests that
+        need them, the logprobs of B * (D + 1) rows.
         """
         sampler, step = self.sampler, self.trees.step
         assert step is not None, "called only with drafts"

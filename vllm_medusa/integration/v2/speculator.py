@@ -149,26 +149,15 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def draft_states(
         self,
-        batch: InputBatch,
-        verdict: Verdict | None,
-        last_hidden_states: Tensor,
-        aux_hidden_states: list[Tensor] | None,
-        next_tokens: Tensor,
-        drafts: bool,
-        dummy_run: bool,
+        batch: InputBatch,  # of B requests
+        verdict: Verdict | None,  # of the step; None without drafts
+        last_hidden_states: Tensor,  # [T, H], of the target
+        aux_hidden_states: list[Tensor] | None,  # [T, H] each; None unless the drafter needs them
+        next_tokens: Tensor,  # int64 [B], the token that follows the accepted ones
+        drafts: bool,  # whether drafts are needed
+        dummy_run: bool,  # results are discarded
     ) -> Any:
-        """The drafter's input, see `drafter.Drafter`: hidden states [B, H].
-
-        Args:
-            batch: of B requests.
-            verdict: of the step; None without drafts.
-            last_hidden_states: [T, H], of the target.
-            aux_hidden_states: [T, H] each; None unless the drafter needs them.
-            next_tokens: int64 [B], the token that follows the accepted ones.
-            drafts: Whether drafts are needed.
-            dummy_run: Results are discarded.
-
-        """
+        """The drafter's input, see `drafter.Drafter`: hidden states [B, H]."""
         last_rows = batch.cu_num_logits[: batch.num_reqs].to(torch.int64)
         if verdict is not None:
             last_rows = last_rows + verdict.path.last_node
@@ -247,10 +236,8 @@ class TreeSpeculator(DraftModelSpeculator):
     def last_drafts(self, drafts: DraftTokenIds, structured: Sequence[bool]) -> DraftMessage:
         """The last drafts for the scheduler; waits for the device unless scheduling is ahead.
 
-        Args:
-            drafts: vLLM's; token ids if some request has a grammar, else placeholders.
-            structured: for each request, whether its drafts are candidates.
-
+        ``drafts`` are vLLM's: token ids if some request has a grammar, else placeholders. The
+        drafts of ``structured`` requests are candidates.
         """
         ahead = self.vllm_config.scheduler_config.async_scheduling
         if not ahead and self._drafts is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -73,7 +74,8 @@ class TreeModelState(DefaultModelState):
         """Lay out the trees, and build the metadata with them."""
         cu_nodes = input_batch.cu_num_logits_np
         nodes = np.diff(cu_nodes) if input_batch.num_draft_tokens else np.ones(1)
-        step = self.speculator.trees.begin(
+        trees, groups = self.speculator.trees, itertools.chain.from_iterable(attn_groups)
+        trees.begin(
             input_batch.idx_mapping,
             input_batch.req_ids,
             nodes.astype(np.int64),
@@ -82,25 +84,9 @@ class TreeModelState(DefaultModelState):
             input_batch.input_ids,
             dict(enumerate(slot_mappings)),
         )
-        builders = [
-            group.get_metadata_builder(ubatch_idx) for groups in attn_groups for group in groups
-        ]
-        for builder in builders:
-            builder.step = step
-        try:
-            return super().prepare_attn(
-                input_batch,
-                cudagraph_mode,
-                block_tables,
-                slot_mappings,
-                attn_groups,
-                *args,
-                ubatch_idx=ubatch_idx,
-                **kwargs,
-            )
-        finally:
-            for builder in builders:
-                builder.step = None
+        given = input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args
+        with trees.in_builders(group.get_metadata_builder(ubatch_idx) for group in groups):
+            return super().prepare_attn(*given, ubatch_idx=ubatch_idx, **kwargs)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Set node positions by depth; slots are already assigned."""
