@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import complete, engine, greedy, medusa, random_prompts
+from support.engines import complete, engine, greedy, medusa, random_prompts, worker_of
 from support.models import VOCAB, save_model, save_random_heads
 from support.planted import planted
 from support.reference import assert_chaotic, differing, plain_greedy
 from support.runner import ON_V2, compaction, on_v1, sized
 from support.spies import assert_reported, mean_accepted, recorded_steps
-from vllm import LLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 pytestmark = pytest.mark.engine
@@ -84,11 +83,6 @@ MODELS = {
 }  # fmt: skip
 
 
-def kv_groups(llm: LLM) -> int:
-    executor = llm.llm_engine.engine_core.engine_core.model_executor
-    return len(executor.driver_worker.worker.model_runner.kv_cache_config.kv_cache_groups)
-
-
 @pytest.mark.parametrize("name", sized(list(MODELS), ["gemma3", "gpt2"]))
 def test_equality(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS[name]
@@ -114,7 +108,7 @@ def assert_equal(
             got = complete(llm, reference.prompts, greedy(TOKENS))
         monkeypatch.setattr(compaction(), "compact_group", lambda *args: None)
         unmoved = complete(llm, reference.prompts, greedy(TOKENS))
-        assert kv_groups(llm) == groups
+        assert len(worker_of(llm).model_runner.kv_cache_config.kv_cache_groups) == groups
     assert differing(reference.completions, got) == []
     assert_reported(steps, reference.prompts, got)
     assert sum(moves) > sized(0.7, 0.5) * len(moves) and mean_accepted(steps) > sized(1.5, 1.0)

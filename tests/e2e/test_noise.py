@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.assets import HEADS, TARGET, code_prompts
+from support.assets import HEADS, TARGET, code_prompts, trained_model
 from support.engines import Completion, complete, engine, greedy, medusa
 from support.reference import differing
 from support.runner import ON_V2, sized
 from support.spies import mean_accepted, recorded_steps
-from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from vllm_medusa.decode import decode
-from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.noise import Seeds
 from vllm_medusa.sampler import draw_splitmix
 from vllm_medusa.tree import TokenTree
@@ -90,9 +88,7 @@ def test_requests_without_a_seed_draw_independently(llm: LLM) -> None:
 
 @pytest.mark.skipif(ON_V2, reason="V2's noise is not decode.py's")
 def test_accepts_what_the_oracle_accepts(llm: LLM) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
-    heads, _ = load_heads(HEADS, **sizes, dtype=torch.float32)
+    model, heads = trained_model()
     for prompt, params in list(zip(PROMPTS, PARAMS, strict=True))[:4]:
         expected = decode(
             model, heads, TREE, torch.tensor(prompt), TOKENS, temperature=1.0,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import complete, engine, greedy, medusa, start, stop
+from support.engines import complete, engine, greedy, medusa, start, stop, worker_of
 from support.models import HIDDEN, VOCAB, save_config, save_random_heads
 from support.mtp import GLM, mtp_config, save_random
 from support.runner import ON_V2
@@ -231,8 +231,7 @@ def test_a_subclass_of_our_worker_starts(
 ) -> None:
     worker = f"{__name__}.{MyWorker.__name__}"
     with engine(chaotic_llama, medusa(random_heads, TREE), worker_cls=worker) as llm:
-        core: Any = llm.llm_engine.engine_core
-        assert type(core.engine_core.model_executor.driver_worker.worker) is MyWorker
+        assert type(worker_of(llm)) is MyWorker
         assert len(complete(llm, [[5, 6, 7]], greedy(4))[0].token_ids) == 4
     assert loaded == ["load_model", "load_heads"]
 

@@ -13,17 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.assets import HEADS, HIDDEN, TARGET, VOCAB, code_prompts
+from support.assets import HEADS, TARGET, VOCAB, code_prompts, trained_model
 from support.engines import engine, medusa
 from support.outcomes import Outcome, assert_same, outcomes, seeded, steady_outcomes
 from support.runner import ON_V2, sized
 from support.spies import Step, accepted_per_step, mean_accepted, recorded_steps
-from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from vllm_medusa.config import AcceptanceConfig
 from vllm_medusa.decode import DecodeResult, decode
-from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.integration.medusa_drafter import MedusaDrafter
 from vllm_medusa.sampler import Draw, draw_splitmix
 from vllm_medusa.tree import TokenTree
@@ -88,8 +86,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def oracle(prompts: Prompts) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    heads, _ = load_heads(HEADS, hidden_size=HIDDEN, vocab_size=VOCAB, dtype=torch.float32)
+    model, heads = trained_model()
 
     def decoded(
         rule: dict[str, Any], seeds: list[int], given: Prompts = prompts, **sampling: Any
@@ -121,6 +118,15 @@ def first_draw_of_v2(prompt: list[int], seed: int) -> Draw:
     return draw
 
 
+def assert_expected(
+    steps: list[Step], prompts: Prompts, got: list[Outcome], expected: list[DecodeResult]
+) -> None:
+    for prompt, outcome, result in zip(prompts, got, expected, strict=True):
+        assert list(outcome.tokens) == result.token_ids
+        assert accepted_per_step(steps, prompt) == result.accepted_per_step
+        assert list(outcome.completion.accepted) == result.accepted_per_step
+
+
 # every rule and every kind of sampling; all nine pairs are in the batch of the next test
 @pytest.mark.parametrize(
     ("rule", "sampling"),
@@ -134,10 +140,7 @@ def test_equals_the_oracle(
     params = seeded(COUNT, 70, **SAMPLING[sampling], **extra)
     expected = oracle(oracle_rule, [param.seed for param in params], **SAMPLING[sampling])
     got, steps = run(llm, prompts, params)
-    for prompt, outcome, result in zip(prompts, got, expected, strict=True):
-        assert list(outcome.tokens) == result.token_ids
-        assert accepted_per_step(steps, prompt) == result.accepted_per_step
-        assert list(outcome.completion.accepted) == result.accepted_per_step
+    assert_expected(steps, prompts, got, expected)
     assert mean_accepted(steps) > 0.3
 
 
@@ -154,10 +157,7 @@ def test_all_rules_and_parameters_in_one_batch(llm: LLM, oracle: Any, prompts: P
         batch += [prompt, prompts[number % 6]]
         expected += oracle(oracle_rule, [number], [prompt], **SAMPLING[sampling])
     got, steps = run(llm, batch, params)
-    for prompt, outcome, result in zip(batch[::2], got[::2], expected, strict=True):
-        assert list(outcome.tokens) == result.token_ids
-        assert accepted_per_step(steps, prompt) == result.accepted_per_step
-        assert list(outcome.completion.accepted) == result.accepted_per_step
+    assert_expected(steps, batch[::2], got[::2], expected)
 
 
 def test_accepts_more_than_lossless(llm: LLM, prompts: Prompts) -> None:
@@ -223,8 +223,7 @@ def assert_exact(result: Outcome, logits: torch.Tensor, named: Sequence[int] = (
 
 def teacher_forced(prompts: Prompts, results: list[Outcome]) -> list[torch.Tensor]:
     """The target's own logits [tokens, V] along each output, from transformers."""
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    rows = []
+    model, rows = trained_model()[0], []
     for prompt, result in zip(prompts, results, strict=True):
         ids = torch.tensor([[*prompt, *result.tokens]])
         with torch.inference_mode():

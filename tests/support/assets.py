@@ -26,3 +26,16 @@ def code_texts(start: int = 0, stop: int | None = None) -> list[str]:
 
 def code_prompts(start: int = 0, stop: int | None = None) -> list[list[int]]:
     return [tokenizer().encode(text) for text in code_texts(start, stop)]
+
+
+@functools.cache
+def trained_model() -> tuple[Any, Any]:
+    """The model in transformers and its heads, for `decode`; both in fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from vllm_medusa.heads.checkpoint import load_heads
+
+    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
+    model: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    return model, load_heads(HEADS, **sizes, dtype=torch.float32)[0]

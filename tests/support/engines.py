@@ -101,6 +101,11 @@ def stop(llm: LLM) -> None:
     gc.collect()
 
 
+def worker_of(llm: LLM) -> Any:
+    core: Any = llm.llm_engine.engine_core
+    return core.engine_core.model_executor.driver_worker.worker
+
+
 def random_prompts(
     count: int, vocab: int, shortest: int = 1, longest: int = 400, seed: int = 0
 ) -> list[Prompt]:

@@ -31,11 +31,7 @@ class FakeEngine:
     most_active: int = 0
 
     def submit(
-        self,
-        key: str,
-        prompt: str | list[int],
-        seed: int | None,
-        options: Mapping[str, Any],
+        self, key: str, prompt: str | list[int], seed: int | None, options: Mapping[str, Any]
     ) -> None:
         if len(prompt) > self.longest_prompt:
             raise RequestRefused(f"the prompt has {len(prompt)} tokens")

@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from support.models import COMMON
+from vllm_medusa.integration.cuda_attention import TreeAttentionImpl
 from vllm_medusa.integration.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 from vllm_medusa.scorer.paged import PagedBatch
 from vllm_medusa.scorer.step import Trees as TreesOf
@@ -38,6 +39,14 @@ def make_config(target: str, heads: str | None, budget: Any = None, **more: Any)
         max_model_len=512,
         speculative_config=speculative if heads else None,
     ).create_engine_config()
+
+
+def layer(**changes: Any) -> TreeAttentionImpl:
+    options = {
+        "num_heads": HEADS, "head_size": DIM, "scale": 0.3, "num_kv_heads": KV_HEADS,
+        "alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto",
+    }  # fmt: skip
+    return TreeAttentionImpl(**options | changes)
 
 
 def make_builder(config: Any) -> TreeMetadataBuilder:

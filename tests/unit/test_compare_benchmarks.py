@@ -1,4 +1,4 @@
-"""Benchmarks of engines: which numbers may be reported, and their arithmetic."""
+"""Benchmarks of engines and servers: which numbers may be reported, and their arithmetic."""
 
 import math
 from contextlib import nullcontext
@@ -9,21 +9,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import assets
 from support.fake_engine import FakeEngine
 
-from benchmarks import compare, engines, grammar, profile
+from benchmarks import compare, engines, grammar, profile, serve
 from benchmarks.compare import CompareOptions, arm_of
 from benchmarks.engines import PLAIN, SAMPLED_STOCK, tau_numbers, with_error
 from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summarize
 from benchmarks.report import draw
+from benchmarks.serve import AGAIN, Load, ServeOptions
+from benchmarks.soak import problem_of
+from benchmarks.soak_requests import COMPLETION, Request, requests
+from benchmarks.soak_requests import Answer as Answered
 from benchmarks.spans import Spans
 from vllm_medusa.job import SILENT, JobFailed
 from vllm_medusa.offline.batch import Answer, Conversation, Result, run_batch
 from vllm_medusa.offline.prompts import Prompt
 
-ROOT = Path(__file__).parents[2]
-ASSETS = {"target": ROOT / "tests/assets/target", "drafter": ROOT / "tests/assets/heads"}
-ASSETS["texts"] = (ROOT / "tests/assets/prompts.jsonl",)
+ASSETS: dict[str, Any] = {
+    "target": Path(assets.TARGET),
+    "drafter": Path(assets.HEADS),
+    "texts": (assets.ASSETS / "prompts.jsonl",),
+}
 
 
 @pytest.fixture
@@ -202,3 +209,86 @@ def test_profile_parts_ignore_stalls_and_prefills():
     assert summary["beyond_plain_ms"] == pytest.approx(5.0)
     assert summary["target_forward_ratio"] == pytest.approx(2.0)
     assert not math.isnan(summary["step_ms"])
+
+
+def test_arrivals_are_poisson_and_equal_for_all_servers():
+    load = Load("4/s", 4.0, 1000.0)
+    found = np.array(load.arrivals(0))
+    assert found.tolist() == load.arrivals(0) != load.arrivals(1)
+    gaps = np.diff(found)
+    assert gaps.min() >= 0 and found[-1] < 1000
+    assert len(found) == pytest.approx(4000, rel=0.05)
+    assert gaps.std() == pytest.approx(0.25, rel=0.1)
+    assert len(Load("idle", 1e-6, 10.0).arrivals(0)) == 1
+
+
+def answers(texts, ms):
+    return {
+        "latencies": [ms] * len(texts),
+        "ttfts": [0.5 * ms] * len(texts),
+        "output_lens": [3] * len(texts),
+        "itls": [[0.25 * ms]] * len(texts),
+        "generated_texts": texts,
+        "errors": [""] * len(texts),
+        "duration": 2.0,
+    }
+
+
+def test_servers_alternate_and_other_answers_have_no_figures(monkeypatch):
+    planned = []
+
+    class Server:
+        def __init__(self, arm, options):
+            self.name = arm.name
+
+        def __enter__(self):
+            if self.name == "heads, dynamic 4":
+                raise JobFailed("no room")
+            return self.name
+
+        def __exit__(self, *_):
+            pass
+
+    def ask(url, requests, seconds):
+        planned.append((url, requests))
+        wrong = url == "heads, automatic" and requests == ("4/s", 1)
+        return answers(["a", "x" if wrong else "b"], 0.1)
+
+    monkeypatch.setattr(serve, "server", Server)
+    monkeypatch.setattr(serve, "requests", lambda load, number, *_: (load.name, number))
+    monkeypatch.setattr(serve, "ask", ask)
+    options = ServeOptions(**ASSETS, rates=(1.0, 4.0), ramp=0.0, rounds=2, nodes=(4,))
+    rows = [row.to_dict() for row in serve.run(options, SILENT)]
+    turns = ["plain", "heads, automatic", "plain", "plain", "heads, automatic", "plain"]
+    assert planned[2:8] == [(url, ("1/s", i // 3)) for i, url in enumerate(turns)]
+    assert rows[0]["failed"] == "no room" and rows[0]["arm"] == "heads, dynamic 4"
+    assert [row["arm"] for row in rows[1:]] == 2 * ["plain", "heads, automatic", AGAIN]
+    assert rows[2]["requests"] == 4 and rows[4]["requests"] == 4
+    assert rows[5]["failed"] == "1 of 4 answers differ from plain vLLM's"
+
+
+def test_the_same_seed_gives_the_same_requests():
+    planned = requests(list("abcd"), 300, 5)
+    assert planned == requests(list("abcd"), 300, 5) != requests(list("abcd"), 300, 6)
+    kinds = {each.kind: each for each in planned}
+    assert len(kinds) == 11 and {"tools", "schema", "cancelled stream", "malformed"} <= kinds.keys()
+    assert all(
+        each.body["temperature"] == 0 or "seed" in each.body for each in planned if each.compared
+    )
+
+
+def test_answers_are_verified():
+    compared = Request("x", COMPLETION, {"prompt": "a"})
+    refused = Request("x", COMPLETION, {"prompt": "a"}, compared=False, refused=True)
+    free = Request("x", COMPLETION, {"prompt": "a"}, compared=False)
+    good, other = Answered(texts={0: "b"}, reasons={0: "stop"}), Answered(texts={0: "c"})
+    wanted = {compared.key: vars(good)}
+    assert not problem_of(compared, good, wanted)
+    assert "plain" in problem_of(compared, other, wanted)
+    for planned in (compared, refused, free):
+        assert "lost" in problem_of(planned, "TimeoutError: ", wanted)
+    assert not problem_of(refused, Answered(error=(400, "BadRequestError")), wanted)
+    for status in (500, None):
+        assert problem_of(refused, Answered(error=status and (status, "x")), wanted)
+    assert not problem_of(free, other, wanted)
+    assert problem_of(free, Answered(error=(500, "x")), wanted)

@@ -64,8 +64,12 @@ def llama():
     return build("llama")
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def prompt(seed: int = 0, length: int = 7) -> Tensor:
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(1, VOCAB, (length,), generator=seeded(seed))
 
 
 @torch.inference_mode()
@@ -117,7 +121,7 @@ class PlantedHeads:
     def compute_logits(self, x: Tensor, lm_head: object) -> Tensor:
         distance = (self.states - x[0, 0]).norm(dim=1)  # [T]
         t = int(distance.argmin())
-        logits = torch.randn(1, x.shape[1], VOCAB, generator=torch.Generator().manual_seed(t))
+        logits = torch.randn(1, x.shape[1], VOCAB, generator=seeded(t))
         known = self.tokens[t + 1 :] if distance[t] < 1e-2 else []
         for head, token in enumerate(known[: x.shape[1]]):
             rank, top = self.ranks[t][head], logits[0, head].max()
@@ -169,18 +173,9 @@ def test_greedy_equals_plain_greedy(name, attention):
 def test_lossless_sampling_equals_plain_sampling(llama, temperature, top_k, top_p, draw):
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "draw": draw}
     for seed in range(3):
-        tokens, states = plain(
-            llama, prompt(), 50, **options, generator=torch.Generator().manual_seed(seed)
-        )
-        result = decode(
-            llama,
-            PlantedHeads(tokens, states),
-            TREE,
-            prompt(),
-            40,
-            **options,
-            generator=torch.Generator().manual_seed(seed),
-        )
+        tokens, states = plain(llama, prompt(), 50, **options, generator=seeded(seed))
+        heads = PlantedHeads(tokens, states)
+        result = decode(llama, heads, TREE, prompt(), 40, **options, generator=seeded(seed))
         assert result.token_ids == tokens[:40]
         assert max(result.accepted_per_step) >= 2
 
@@ -269,18 +264,9 @@ def test_typical_equals_brute_force(llama, greedy_root):
     heads = MedusaHeads(3, 1, HIDDEN, VOCAB, num_lm_heads=0)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    generator = torch.Generator().manual_seed(1)
-    result = decode(
-        llama,
-        heads,
-        tree,
-        prompt(),
-        25,
-        acceptance=config,
-        temperature=temperature,
-        generator=generator,
-    )
-    generator = torch.Generator().manual_seed(1)
+    options = {"acceptance": config, "temperature": temperature}
+    result = decode(llama, heads, tree, prompt(), 25, **options, generator=seeded(1))
+    generator = seeded(1)
     context = prompt().tolist()
     with torch.inference_mode():
         row = llama(torch.tensor([context])).logits[0, -1] / temperature
@@ -360,23 +346,14 @@ def test_control_hidden_state_of_the_wrong_node(llama, monkeypatch):
 def test_control_an_additional_draw(llama):
     """A sampler that also draws for rejected levels diverges from the plain run's random stream."""
     options = {"temperature": 1.0}
-    tokens, states = plain(
-        llama, prompt(), 50, **options, generator=torch.Generator().manual_seed(0)
-    )
+    tokens, states = plain(llama, prompt(), 50, **options, generator=seeded(0))
 
     def wasteful(logits, generator):
         token = draw_exponential(logits, generator)
         torch.rand(1, generator=generator)
         return token
 
-    result = decode(
-        llama,
-        PlantedHeads(tokens, states),
-        TREE,
-        prompt(),
-        40,
-        **options,
-        generator=torch.Generator().manual_seed(0),
-        draw=wasteful,
-    )
+    heads = PlantedHeads(tokens, states)
+    options |= {"generator": seeded(0), "draw": wasteful}
+    result = decode(llama, heads, TREE, prompt(), 40, **options)
     assert result.token_ids != tokens[:40]

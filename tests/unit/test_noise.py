@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.assets import HEADS, TARGET, code_prompts
-from transformers import AutoModelForCausalLM
+from support.assets import code_prompts, trained_model
 
 from vllm_medusa.decode import DecodeResult, decode
-from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.noise import LevelNoise, Noise, Seeds, next_seeds, splitmix_gumbel
 from vllm_medusa.sampler import draw_splitmix
 from vllm_medusa.tree.presets import load_preset
@@ -50,9 +48,7 @@ def test_padding_columns_have_no_scores() -> None:
 
 @pytest.fixture(scope="module")
 def sampled() -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
-    heads, _ = load_heads(HEADS, **sizes, dtype=torch.float32)
+    model, heads = trained_model()
 
     def run(**options: Any) -> list[DecodeResult]:
         return [

@@ -1,5 +1,9 @@
+"""What an adapt run refuses before any stage, its plan, and what the plan requires."""
+
 import json
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support import commands
@@ -7,7 +11,10 @@ from support.assets import ASSETS
 
 from vllm_medusa import cli
 from vllm_medusa.adapt import pipeline, plan
+from vllm_medusa.adapt.options import AdaptOptions, DrafterOptions
+from vllm_medusa.adapt.plan import Work
 from vllm_medusa.offline import defaults
+from vllm_medusa.offline.defaults import Length, TargetSizes
 
 TARGET = ASSETS / "target"
 
@@ -51,14 +58,6 @@ def test_invalid_lines_are_reported_with_their_numbers(refused, tmp_path, more, 
         file.write(more)
     said = refused()
     assert all(word in said for word in [*words, "--on-bad-line skip"]), said
-
-
-def test_an_engine_too_short_for_the_prompts(refused):
-    assert "the target's limit before an answer is 3" in refused("--max-model-len", "10")
-
-
-def test_no_heads_to_start_from(refused):
-    assert "no such file or folder" in refused("--start-heads", "/none")
 
 
 def test_too_few_prompts(refused, tmp_path):
@@ -174,13 +173,15 @@ def test_insufficient_disk_space(refused, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--max-model-len", "10"], "the target's limit before an answer is 3"),
+        (["--start-heads", "/none"], "no such file or folder"),
         (["--num-heads", "9", "--max-tokens", "10"], "at least 11 tokens"),
         (["--draft-vocab", "1"], "fewer than 16 tokens drafts nothing"),
         (["--drafter", "eagle3", "--method", "medusa-2"], "does not change the target"),
         (["--drafter", "eagle3", "--num-layers", "2"], "EAGLE-3 has one decoder layer"),
     ],
 )
-def test_options_invalid_for_a_later_stage(refused, options, words):
+def test_options_that_cannot_work(refused, options, words):
     assert words in refused(*options)
 
 
@@ -189,3 +190,49 @@ def test_finished_heads_are_not_trained_again(arguments, output, tmp_path, monke
     assert commands.run(*arguments) == 0
     assert "nothing to do" in commands.said(capfd)
     assert not (tmp_path / "work").exists()
+
+
+SIZES = TargetSizes(134_500_000, 269_000_000, 23040, 8192)
+
+
+def work(prompt: int, max_tokens: int, samples: int = 1, room: int = 1 << 31, **more: Any) -> Work:
+    files = {"prompts": Path("p.jsonl"), "output": Path("heads")}
+    more |= {"max_tokens": max_tokens, "samples": samples}
+    options = AdaptOptions(target="target", **files, **more)
+    target = {"hidden_size": 576, "vocab_size": 49152}
+    return Work(options, target, SIZES, [Length(prompt), Length(9 * prompt, 2)], room)
+
+
+def test_answers_fit_the_targets_context() -> None:
+    found = work(100, 512, 2, room=1000)
+    assert (found.prompts, found.written) == (2000, 2 * (512 + 100))
+
+
+def test_states_are_cached_for_generated_tokens_up_to_the_limit() -> None:
+    def disk(written: int, **more: Any) -> tuple[int, int]:
+        return work(6_800, written // 3, dtype="bfloat16", **more).disk_bytes()
+
+    files, states = disk(136_002)
+    assert states == 136_002 * 576 * 2
+    own = disk(136_002, heads=DrafterOptions(lm_heads="own"))[0]
+    assert files < 0.3e9 < 3e9 < own < 6e9  # the target's LM head is not copied
+    prompts_and_more_layers = disk(136_002, heads=DrafterOptions(kind="eagle3"))[1]
+    assert prompts_and_more_layers == 204_002 * 4 * 576 * 2
+    assert disk(10**9)[1] == 50e9
+
+
+def test_a_faster_machine_takes_less_but_measures_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(flops: float, **more: Any) -> dict[str, float]:
+        monkeypatch.setattr(plan, "_speeds", lambda _: (flops, 1e10))
+        return work(6_800, 45_334, **more).seconds(eager=False)
+
+    slow, fast = seconds(1e10), seconds(2e10)
+    assert list(slow) == ["distill", "train", "compare"]
+    forward = 204_002 * 2 * SIZES.values / 1e10  # a multiplication and an addition per weight
+    assert slow["distill"] == pytest.approx(75 + forward) and slow["train"] > 2 * forward
+    assert slow["train"] == 2 * fast["train"]
+    assert slow["distill"] > fast["distill"] > slow["distill"] / 2  # start-up takes constant time
+    assert slow["compare"] == fast["compare"] == pytest.approx(380)
+    assert seconds(1e10, method="medusa-2")["train"] > slow["train"]
+    monkeypatch.undo()
+    assert all(speed > 1e8 for speed in plan._speeds("float32"))

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 from support import jobs
+from support.commands import RecordingProgress
 from support.jobs import CopyOptions
-from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.adapt.stages import Stage, WorkFolder
 from vllm_medusa.files import FileRefused

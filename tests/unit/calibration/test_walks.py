@@ -1,13 +1,24 @@
 """What trees accept on calibrated texts, and the search for the best tree."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.assets import code_prompts, trained_model
+from support.data import observed
 
+from vllm_medusa.calibration.calibrate import measure_accuracy
+from vllm_medusa.calibration.choose import best_tree
+from vllm_medusa.calibration.collect import collect
+from vllm_medusa.calibration.observations import NO_LABEL
 from vllm_medusa.calibration.walks import Walks, walk_taus, walked_tree
+from vllm_medusa.decode import decode
+from vllm_medusa.files import Run
+from vllm_medusa.training.target import Target
 from vllm_medusa.tree import TokenTree
 
 HEADS, RANKS = 2, 3
@@ -19,23 +30,23 @@ TREES = (
 )
 
 
-def paths_by_hand(texts, tree):
-    """The path accepted in each step of decoding texts, which are ranks [n, K]."""
-    nodes, paths = set(tree), []
+def by_hand(texts, tree):
+    """Each step of decoding texts, which are ranks [n, K]: its row and the accepted path."""
+    nodes, steps = set(tree), []
     for text in texts:
         at = 0
         while at < len(text):
             path = ()
             while len(path) < len(text[at]) and (*path, int(text[at][len(path)])) in nodes:
                 path = (*path, int(text[at][len(path)]))
-            paths.append(path)
+            steps.append((text[at], path))
             at += 1 + len(path)
-    return paths
+    return steps
 
 
 def tau_by_hand(texts, tree):
-    paths = paths_by_hand(texts, tree)
-    return sum(1 + len(path) for path in paths) / len(paths)
+    steps = by_hand(texts, tree)
+    return sum(1 + len(path) for _, path in steps) / len(steps)
 
 
 def random_texts(seed):
@@ -49,7 +60,7 @@ def random_texts(seed):
 def test_visits_and_tau_are_those_of_walks_by_hand(seed, tree):
     texts = random_texts(seed)
     walks = Walks(texts, tree)
-    paths = paths_by_hand(texts, tree)
+    paths = [path for _, path in by_hand(texts, tree)]
     assert walks.tau() == pytest.approx(tau_by_hand(texts, tree))
     for node, visits in zip([(), *tree], walks.visits(), strict=True):
         assert visits == sum(path[: len(node)] == node for path in paths)
@@ -111,3 +122,76 @@ def test_the_shallower_of_equal_candidates_is_chosen():
 def test_empty_texts_are_refused():
     with pytest.raises(ValueError, match="longer texts"):
         walked_tree(arrays([[]]), 3, 2)
+
+
+def test_the_value_of_every_size_equals_its_walks():
+    rng = np.random.default_rng(0)
+    found = observed(rng.geometric(0.45, (6 * 60, 3)) - 1, [60] * 6)
+    chosen = best_tree(found, 8)
+    texts, width = found.texts(), found.num_ranks
+    assert chosen.paths == walked_tree(texts, 8, width)
+    halves = [found.texts(half) for half in found.halves()]
+    for size in range(1, 9):
+        assert chosen.walked[size - 1] == Walks(texts, chosen.paths[:size]).tau()
+        crossed = [
+            Walks(other, walked_tree(own, 8, width)[:size]).tau()
+            for own, other in (halves, halves[::-1])
+        ]
+        assert chosen.heldout[size - 1] == pytest.approx(np.mean(crossed))
+    alone = observed(found.ranks[:60], [60])
+    assert best_tree(alone, 8).heldout is None, "a single prompt is not split"
+
+
+SHALLOW = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]
+
+
+def test_accuracy_is_counted_where_decoding_looks():
+    """Of each head in the steps that reach it, without absent labels."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(5, 40, 12)
+    ranks = rng.choice([0, 1, 2, 6], (lengths.sum(), 3), p=[0.5, 0.2, 0.1, 0.2])
+    for end in np.cumsum(lengths)[:3]:  # texts that ended
+        ranks[end - 1, 1:] = NO_LABEL
+        ranks[end - 2, 2:] = NO_LABEL
+    found = observed(ranks, lengths, 4)
+    wanted = [[], [], []]
+    for row, path in by_hand(found.texts(), SHALLOW):
+        for depth in range(1 + len(path)):
+            if any(node[:-1] == path[:depth] for node in SHALLOW) and row[depth] != NO_LABEL:
+                wanted[depth].append(int(row[depth]))
+    measured = measure_accuracy(found, Walks(found.texts(), SHALLOW))
+    assert measured["counted_positions"] == list(map(len, wanted))
+    for own, shares in zip(wanted, measured["accuracy"], strict=True):
+        assert np.allclose(shares, [own.count(r) / len(own) for r in range(4)], atol=1e-4)
+    first = measure_accuracy(found, Walks(found.texts(), [(0,)]))  # the others are not reached
+    assert first["counted_positions"][1:] == [0, 0]
+    assert first["accuracy"][1:] == [[None] * 4] * 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_walks_of_the_targets_own_text_equal_decoding(tmp_path, temperature):
+    """With the test model's target and heads, step by step."""
+    model, heads = trained_model()
+    tree, texts, accepted = TokenTree.dense([4, 3, 2, 1]), [], []
+    for number, ids in enumerate(code_prompts(0, 3)):
+        generator = torch.Generator().manual_seed(number)
+        options = {"temperature": temperature, "generator": generator, "eos_token_id": 1}
+        result = decode(model, heads, tree, torch.tensor(ids), 60, **options)
+        tokens = (*ids, *result.token_ids)
+        span = (len(ids), len(tokens))
+        texts.append(SimpleNamespace(token_ids=tokens, generated=(span,), temperature=temperature))
+        texts[-1].prompt_key = str(number)
+        accepted.append(result.accepted_per_step)
+
+    with Run(tmp_path / "part", {}, of=tmp_path) as run:
+        observations, _ = collect(texts, heads, Target(model), run)
+    compared = total = 0
+    order = sorted(range(len(texts)), key=lambda text: -len(texts[text].token_ids))
+    for rows, steps in zip(observations.texts(), [accepted[text] for text in order], strict=True):
+        walks = Walks([rows], tree.paths)
+        walked = (walks.jumps[walks.visited()] - 1).tolist()
+        assert walked == steps[: len(walked)]
+        assert len(steps) - len(walked) <= heads.num_heads, "only where labels ran out"
+        compared += len(walked)
+        total += sum(walked)
+    assert compared > 60 and total > 15, "too few steps for a comparison"

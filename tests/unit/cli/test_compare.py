@@ -114,8 +114,7 @@ def test_only_earlier_figures_are_replaced(arguments, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "dtype", "status"),
-    [(4, "float32", 1), (4, "bfloat16", 0), (AUTOMATIC, "float32", 1)],
+    ("wrong", "dtype", "status"), [(4, "float32", 1), (4, "bfloat16", 0), (AUTOMATIC, "float32", 1)]
 )
 def test_other_tokens_fail_only_in_float32(
     arguments, tmp_path, monkeypatch, capsys, wrong, dtype, status
@@ -161,10 +160,7 @@ def test_prompts_of_records_precede_the_answers(tmp_path):
     ("change", "words"),
     [
         (["--output", "nowhere/figures.json"], "no folder nowhere"),
-        (
-            ["--speculative-config", '{"tree": [[0],[0,0],[0,0,0],[0,0,0,0]]}'],
-            "there are 3 heads",
-        ),
+        (["--speculative-config", '{"tree": [[0],[0,0],[0,0,0],[0,0,0,0]]}'], "there are 3 heads"),
         (["--speculative-config", '{"tree": "mc_sim"}'], "There is no preset or file 'mc_sim'"),
     ],
 )

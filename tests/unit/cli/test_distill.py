@@ -107,10 +107,7 @@ def test_contradictions_are_refused(prompts, tmp_path, options, message, engine,
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [
-        (TARGET, "--self-talk needs a chat template"),
-        (None, "can't be read as a model"),
-    ],
+    [(TARGET, "--self-talk needs a chat template"), (None, "can't be read as a model")],
 )
 def test_self_talk_is_checked_before_an_engine_starts(
     prompts, tmp_path, engine, capfd, model, words

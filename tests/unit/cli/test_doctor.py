@@ -21,10 +21,7 @@ def test_version_lists_what_is_installed(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"vllm-medusa {PROJECT['version']}"
     assert lines[1].startswith("vLLM 0.3")
-    assert lines[2:4] == [
-        f"torch {metadata.version('torch')}",
-        f"Python {sys.version.split()[0]}",
-    ]
+    assert lines[2:4] == [f"torch {metadata.version('torch')}", f"Python {sys.version.split()[0]}"]
     assert lines[4].startswith("device: ") and lines[4].endswith("of memory")
 
 

@@ -1,13 +1,21 @@
+"""The commands' common parts: versions, help, exit statuses, progress, names on the hub."""
+
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub import constants
+from support.commands import RecordingProgress
 
 import vllm_medusa
 from vllm_medusa import cli
-from vllm_medusa.cli import serve
+from vllm_medusa.cli import console, serve
+from vllm_medusa.cli.hub import find_models
+from vllm_medusa.job import JobFailed
+from vllm_medusa.offline.options import CompareOptions
 
 REPOSITORY = Path(__file__).parents[3]
 COMMANDS = (
@@ -21,9 +29,9 @@ def test_the_version_is_the_packages():
     assert vllm_medusa.__version__ == project["version"]
 
 
-def test_version_and_help_load_neither_torch_nor_vllm():
+def test_version_help_and_options_load_neither_torch_nor_vllm():
     code = (
-        "import contextlib, sys\nfrom vllm_medusa import cli\n"
+        "import contextlib, sys\nfrom vllm_medusa import cli, config\n"
         "for line in sys.argv[1:]:\n"
         "    with contextlib.suppress(SystemExit):\n        cli.main(line.split())\n"
         "    assert not {'torch', 'vllm'} & sys.modules.keys(), line\n"
@@ -62,3 +70,92 @@ def test_options_are_not_abbreviated(capsys):
     error = capsys.readouterr().err
     assert "unrecognized arguments: --wholly-other.\nSee vllm-medusa compare --help.\n" in error
     assert "usage:" not in error
+
+
+class Stopped(JobFailed):
+    status = 7
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (ValueError("x is 1 [a]"), 2, "error: x is 1 [a]\n"),
+        (OSError("no disk"), 2, "error: no disk\n"),
+        (JobFailed("loss is NaN"), 1, "stopped: loss is NaN\n"),
+        (Stopped("a stage"), 7, "stopped: a stage\n"),
+        (KeyboardInterrupt(), 130, "interrupted; resume\n"),
+    ],
+)
+def test_status_and_text(error, status, text, capfd):
+    def job(progress):
+        raise error
+
+    assert console.run_job(job, interrupted="resume") == status
+    assert capfd.readouterr().err == text
+
+
+def test_plain_progress_prints_occasional_lines(monkeypatch, capfd):
+    now = 0.0
+    monkeypatch.setattr(console.time, "perf_counter", lambda: now)
+
+    def job(progress):
+        nonlocal now
+        for seconds, *values in (
+            (1.0, "states", 1, 9),
+            (11.0, "states", 2, 9, "3 tok/s [x]"),
+            (12.0, "states", 3, 9),
+            (30.0, "texts", 4, None),
+        ):
+            now = seconds
+            progress.at(*values)
+        progress.note("a [b]")
+        progress.warn("c [d]")
+        return 3
+
+    assert console.run_job(job, interrupted="") == 3
+    assert capfd.readouterr().err == (
+        "states: 2/9 3 tok/s [x], 70 s left\ntexts: 4\na [b]\nwarning: c [d]\n"
+    )
+
+
+@pytest.fixture
+def find(tmp_path, monkeypatch):
+    """Look up one name with the given cache and hub; returns the notes."""
+
+    def run(name: str, *, cached: bool, hub: Exception | None) -> RecordingProgress:
+        def model_info(self, *_, **__):
+            if hub is not None:
+                raise hub
+
+        monkeypatch.setattr(
+            huggingface_hub, "try_to_load_from_cache", lambda *_: "file" if cached else None
+        )
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        progress = RecordingProgress()
+        options = CompareOptions(target=name, heads=str(tmp_path), prompts=Path("x"))
+        find_models(options, progress)
+        return progress
+
+    return run
+
+
+def test_an_existing_hub_name_is_reported(find):
+    assert find("someone/model", cached=False, hub=None).notes == [
+        "someone/model: no such local folder; looking it up on the Hugging Face hub"
+    ]
+
+
+def test_without_a_network_the_cache_is_used_or_a_remedy_given(find):
+    progress = find("someone/model", cached=True, hub=OSError("no route"))
+    assert progress.notes[1] == "the hub is unreachable; using the cached someone/model"
+    assert constants.HF_HUB_OFFLINE
+    with pytest.raises(
+        ValueError, match=r"is unreachable \(no route\)\. Pass a model's folder, .* hf d"
+    ):
+        find("someone/model", cached=False, hub=OSError("no route"))
+
+
+def test_a_folder_is_not_looked_up(find, tmp_path):
+    assert find(str(tmp_path), cached=False, hub=OSError("no route")).notes == []

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import kills
-from support.commands import run, said
+from support.commands import die, killed, run, said
 from support.models import HIDDEN, VOCAB, save_model
 from transformers import AutoModelForCausalLM
 
@@ -207,7 +206,7 @@ class Syncs:
     def __call__(self, descriptor: int) -> None:
         self.count += 1
         if self.count == self.die_at:
-            kills.die()
+            die()
         self.sync(descriptor)
 
 
@@ -234,6 +233,6 @@ def test_a_run_killed_at_any_write_ends_with_the_same_files(
             os.fsync = Syncs(die_at)
             train(source, data, output, *LOOSE)
 
-        assert kills.killed(dying)
+        assert killed(dying)
         assert train(source, data, output, *LOOSE) == 0
         assert files(output) == files(done)

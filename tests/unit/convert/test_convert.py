@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import kills
-from support.conversion import convert
+from support.commands import convert, die, killed
 from support.random_heads import HIDDEN, VOCAB, random_heads, write
 
 from vllm_medusa.convert.eagle import DRAFTER_FORMATS
@@ -215,10 +214,10 @@ def test_a_kill_leaves_no_partial_output(native, read, tmp_path):
     before, _ = read(out)
 
     def dying():
-        Path.write_text = kills.die
+        Path.write_text = die
         convert(source, "tgi", out, overwrite=True)
 
-    assert kills.killed(dying)
+    assert killed(dying)
     identical(before, read(out)[0])
     rests = [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
     assert rests == [".out.part"]

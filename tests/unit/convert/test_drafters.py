@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.conversion import convert
+from support.commands import convert
 from support.eagle import Eagle3
 
 from vllm_medusa.convert.eagle import DRAFTER_FORMATS

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from support.conversion import convert
+from support.commands import convert
 from support.one_rank import one_rank
 from support.random_heads import HIDDEN, VOCAB, random_heads
 from torch import nn

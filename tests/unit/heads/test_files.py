@@ -1,3 +1,4 @@
+import hashlib
 import json
 import pickle
 from contextlib import contextmanager
@@ -9,9 +10,11 @@ import safetensors
 import torch
 from support.random_heads import random_heads, write, write_sharded
 
+import vllm_medusa
 from vllm_medusa.heads import files
 from vllm_medusa.heads.checkpoint import load_heads, peek_heads
 from vllm_medusa.heads.model import HeadsError
+from vllm_medusa.heads.provenance import provenance
 
 SIZES = {"hidden_size": 8, "vocab_size": 20}
 
@@ -177,3 +180,15 @@ def test_offline_mode_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(HeadsError, match=r"'someone/heads'.*not a local folder.*pass the folder"):
         peek_heads("someone/heads")
+
+
+def test_an_entry_states_the_origin_of_the_heads(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"one")
+    entry = provenance(["vllm-medusa", "train"], [tmp_path / "a.jsonl"])
+    assert json.loads(json.dumps(entry)) == entry
+    assert entry["command"] == ["vllm-medusa", "train"]
+    digest = hashlib.sha256(b"one").hexdigest()
+    assert entry["data"] == [{"file": "a.jsonl", "sha256": digest, "bytes": 3}]
+    assert entry["versions"]["vllm-medusa"] == vllm_medusa.__version__
+    assert "torch" in entry["versions"]
+    assert entry["time"].endswith("+00:00")

@@ -103,10 +103,7 @@ def test_the_references_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (
-            {"hydra_head.hydra_mlp.1.0.linear.weight": None},
-            r"lacks '.*mlp.1.0.linear.weight'",
-        ),
+        ({"hydra_head.hydra_mlp.1.0.linear.weight": None}, r"lacks '.*mlp.1.0.linear.weight'"),
         ({"hydra_head.hydra_mlp.0.0.res_connection.weight": None}, "do not read tokens"),
         ({"hydra_head.prefix_embeding_layer.norm.weight": torch.ones(4)}, "prefix attention"),
         ({"hydra_head.hydra_mlp.0.odd": torch.ones(4)}, "unexpected"),

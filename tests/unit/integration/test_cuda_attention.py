@@ -10,16 +10,22 @@ from typing import Any
 import pytest
 import torch
 from support.attention import visible_keys
-from support.in_torch import (
-    attention_reference,
-    compact_layers_torch,
-    paged_tree_attention_torch,
-)
+from support.in_torch import attention_reference, compact_layers_torch, paged_tree_attention_torch
 from torch import Tensor
 
 pytest.importorskip("vllm")
-from support.triton_layers import layer
-from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MAX_SEQS, NODES, TREE, Buffers, build
+from support.triton_steps import (
+    BLOCK,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    MAX_SEQS,
+    NODES,
+    TREE,
+    Buffers,
+    build,
+    layer,
+)
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 

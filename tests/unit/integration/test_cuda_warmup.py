@@ -16,7 +16,7 @@ from support.interpreter import NOT_INTERPRETING
 
 pytest.importorskip("vllm")
 pytest.importorskip("triton")
-from support import triton_layers
+from support import triton_steps
 from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MAX_SEQS, NODES, Buffers, build
 
 from vllm_medusa.integration import cuda_attention, cuda_metadata
@@ -61,7 +61,7 @@ def on_a_gpu(monkeypatch):
 
 
 def layer(dtype: torch.dtype, **changes: Any) -> Any:
-    impl, scale = triton_layers.layer(**changes), torch.ones(1)
+    impl, scale = triton_steps.layer(**changes), torch.ones(1)
     cache = torch.zeros(2, KV_HEADS, BLOCK, 2 * DIM, dtype=dtype)
     return SimpleNamespace(impl=impl, kv_cache=cache, _k_scale=scale, _v_scale=scale)
 

@@ -1,4 +1,4 @@
-"""EAGLE drafters with a tree: the resulting options, and refusals before weights load."""
+"""EAGLE drafters and MTP modules with a tree: the resulting options, refusals before loading."""
 
 import json
 import shutil
@@ -131,6 +131,13 @@ def test_refused(config: Config, given: Any, words: str) -> None:
         config(**given)
 
 
+OFFSETS = torch.arange(200)  # token ids 0, 2, .. 398
+
+
+def starting_at(first: int) -> torch.Tensor:
+    return OFFSETS.index_fill(0, torch.tensor([0]), first)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -149,30 +156,24 @@ def test_refused(config: Config, given: Any, words: str) -> None:
         ({"architectures": ["Qwen3ForCausalLM"]}, 'no "layers.0.self_attn.q_norm.weight"'),
         ({"draft_vocab_size": 300}, r'"lm_head.weight" has the shape \[200, 64\]'),
         ({"draft_vocab_size": 8}, "width is 10, but"),
+        (("d2t", None), 'no "d2t"'),
+        *((("d2t", starting_at(first)), "has token ids from") for first in (2, -1, 600)),
+        (("fc.weight", None), "EAGLE drafter"),
+        (("fc.weight", torch.zeros(HIDDEN, HIDDEN)), "belongs to another target"),
+        (("fc.bias", torch.zeros(HIDDEN)), 'it has "fc.bias".* Use another drafter'),
+        (("fc_norm.0.weight", torch.zeros(HIDDEN)), '"fc_norm": true'),
+        (("input_norm.weight", torch.zeros(3 * HIDDEN)), '"norm_before_fc": true'),
+        (("layers.0.self_attn.q_norm.weight", torch.zeros(32)), "Eagle3Qwen3ForCausalLM"),
+        (("norm.weight", None), 'it has no "norm.weight"'),
+        (("mask_hidden", torch.zeros(3 * HIDDEN)), "P-EAGLE"),
     ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
-def test_other_drafters(other: Any, changes: dict[str, Any], words: str) -> None:
+def test_other_drafters(other: Any, changes: Any, words: str) -> None:
+    """With another config, or with one tensor changed, added or (None) removed."""
+    config, tensors = (changes, {}) if isinstance(changes, dict) else ({}, dict([changes]))
     with pytest.raises(MedusaConfigError, match=words):
-        other(changes)
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "words"),
-    [
-        ("d2t", None, 'no "d2t"'),
-        ("fc.weight", None, "EAGLE drafter"),
-        ("fc.weight", torch.zeros(HIDDEN, HIDDEN), "belongs to another target"),
-        ("fc.bias", torch.zeros(HIDDEN), 'it has "fc.bias".* Use another drafter'),
-        ("fc_norm.0.weight", torch.zeros(HIDDEN), '"fc_norm": true'),
-        ("input_norm.weight", torch.zeros(3 * HIDDEN), '"norm_before_fc": true'),
-        ("layers.0.self_attn.q_norm.weight", torch.zeros(32), "Eagle3Qwen3ForCausalLM"),
-        ("norm.weight", None, 'it has no "norm.weight"'),
-        ("mask_hidden", torch.zeros(3 * HIDDEN), "P-EAGLE"),
-    ],
-)
-def test_other_tensors(other: Any, name: str, tensor: Any, words: str) -> None:
-    with pytest.raises(MedusaConfigError, match=words):
-        other({}, **{name: tensor})
+        other(config, **tensors)
 
 
 def test_heads_are_not_a_drafter(config: Config, tmp_path: Path) -> None:
@@ -207,14 +208,6 @@ def test_the_intended_runner(config: Config, monkeypatch: pytest.MonkeyPatch) ->
         config()
 
 
-@pytest.mark.parametrize("first", [2, -1, 600])
-def test_a_vocabulary_that_is_not_a_subset(other: Any, first: int) -> None:
-    offsets = torch.arange(200)  # token ids 0, 2, .. 398
-    offsets[0] = first
-    with pytest.raises(MedusaConfigError, match="has token ids from"):
-        other({}, d2t=offsets)
-
-
 def test_auxiliary_layers_of_the_target(config: Config) -> None:
     made, model = config(), torch.nn.Module()
     model.model = torch.nn.Module()
@@ -231,3 +224,75 @@ def test_a_loaded_drafter_with_nan_is_refused() -> None:
     trees.model.bias.data[2] = torch.nan
     with pytest.raises(HeadsError, match=r"'bias' holds NaN or infinity.*Retrain"):
         trees.prepare()
+
+
+MIMO = {"name": "MiMoForCausalLM", "num_nextn_predict_layers": 1, "num_hidden_layers": 4}
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Config:
+    """The engine's config for given options, another target, and further options of vLLM."""
+
+    def made(given: Any, architecture: str = "Qwen2", vllm: Any = (), **changes: Any) -> Any:
+        own = MIMO if architecture == "Qwen2" else {}
+        target = save_config(tmp_path, architecture, **own | changes)
+        given = {"method": "mtp", **given}
+        args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=given, **dict(vllm))
+        return args.create_engine_config()
+
+    return made
+
+
+def test_settings_of_a_module(module: Config, tmp_path: Path) -> None:
+    """The revision is the target's, because vLLM would load the module from the main branch."""
+    made = module({"tree": {"width": 3, "depth": 4}, "budget": 7}, vllm={"revision": "v1"})
+    options, speculative = TreeSettings.of(made), made.speculative_config
+    assert options.tree == DynamicTree(Beam(3, 3, 4), 8)
+    assert (options.heads, options.revision) == (str(tmp_path), "v1")
+    assert has_trees(speculative) and speculative.method == "mtp"
+    assert (speculative.model, speculative.revision) == (str(tmp_path), "v1")
+    assert made.num_lookahead_tokens == 9  # the branches' slots
+    assert made.parallel_config.worker_cls == V1_WORKER
+
+
+def test_a_module_without_a_tree_uses_vllms_path(module: Config) -> None:
+    made = module({"num_speculative_tokens": 2})
+    assert not has_trees(made.speculative_config)
+    assert made.parallel_config.worker_cls != V1_WORKER
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("Qwen2", {"num_nextn_predict_layers": 2}, "= 2; trees need exactly one.* Omit"),
+        ("Qwen2", {"num_nextn_predict_layers": 0}, "= 0; trees .* Use another checkpoint"),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+            r"MTP module of .* has a sliding window \(64\).* Omit",
+        ),
+        ("Llama", {}, "LlamaForCausalLM.* has no MTP module that vLLM supports. Use"),
+        ("Qwen3Next", {}, "type Qwen3NextMTP; trees support only MiMoMTPModel.* Omit"),
+    ],
+)
+def test_targets_without_a_suitable_module(
+    module: Config, architecture: str, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(MedusaConfigError, match=words):
+        module({"tree": "dynamic"}, architecture, **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "vllm", "words"),
+    [
+        ({"model": "other"}, {}, "model is 'other'; use nothing: omit it"),
+        ({"revision": "v1"}, {}, "revision is 'v1'; use nothing: omit it"),
+        ({"tree": "chian"}, {}, "tree is 'chian'; use"),
+        ({"tree": "chain", "lookup": True}, {}, "lookup is True, which needs dynamic trees"),
+        ({"method": "mimo_mtp"}, {}, "method is 'mimo_mtp'.* \"mtp\""),
+        ({}, {"max_model_len": 50}, "need 50 cache slots"),
+    ],
+)
+def test_refused_with_a_module(module: Config, given: Any, vllm: Any, words: str) -> None:
+    with pytest.raises(MedusaConfigError, match=words):
+        module({"tree": "dynamic", **given}, vllm=vllm)

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 from support import jobs
-from support.recorded_progress import RecordingProgress
+from support.commands import RecordingProgress
 
 from vllm_medusa.job import JobFailed
 from vllm_medusa.offline.children import run_in_process

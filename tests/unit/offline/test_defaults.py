@@ -1,10 +1,14 @@
 """Engine settings on a CPU: they fit the available memory, counted from the prompts' tokens."""
 
+from pathlib import Path
+
 import pytest
+from support import chat
 
 from vllm_medusa.offline import defaults
 from vllm_medusa.offline.comparison import affordable
-from vllm_medusa.offline.defaults import COMPILE_FROM, TargetSizes, plan_engine
+from vllm_medusa.offline.defaults import COMPILE_FROM, Length, TargetSizes, plan_engine
+from vllm_medusa.offline.prompts import Prompt, PromptError
 
 GB = 10**9
 # 30 layers of 3 key-value heads of 64 values in bfloat16, as SmolLM2-135M has them
@@ -57,3 +61,31 @@ def test_too_little_memory_for_one_text_is_refused(plan) -> None:
 )
 def test_rounds_and_prompts_that_fit_a_time_limit(seconds, turn, measured) -> None:
     assert affordable(seconds, turn, 32, 3) == measured
+
+
+def measure(tokenizer, *prompts: Prompt, room: int | None = None) -> list[Length]:
+    found = defaults.measure(Path("p"), prompts, tokenizer, room, "refuse")
+    assert list(found) == [prompt.line for prompt in prompts]
+    return list(found.values())
+
+
+def test_lengths_are_in_tokens_not_bytes() -> None:
+    text, tokenizer = "def add(one, two):\n    return one + two\n" * 20, chat.tokenizer(chat.CHATML)
+    (length,) = measure(tokenizer, Prompt(0, 1, "0", text=text))
+    assert length.whole == len(tokenizer(text)["input_ids"]) < len(text) / 2
+    assert length.positions(10) == length.whole + 10
+
+
+def test_a_conversation_is_rendered_and_each_turn_is_answered() -> None:
+    tokenizer = chat.tokenizer(chat.CHATML)
+    one, two = Prompt(0, 1, "0", turns=("def f():",)), Prompt(1, 2, "1", turns=("def f():", "x"))
+    first, length = measure(tokenizer, one, two)
+    text = "<|im_start|>user\ndef f():<|im_end|>\n<|im_start|>assistant\n"
+    rendered = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert first.whole == len(rendered) < length.whole
+    assert length.positions(100) == length.whole + 200
+    with pytest.raises(PromptError, match=f"line 2: {first.whole} tokens; the target's limit"):
+        measure(tokenizer, two, room=first.whole - 1)
+    tokenizer.chat_template = None
+    (plain,) = measure(tokenizer, one)
+    assert plain.whole == len(tokenizer("def f():")["input_ids"])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from support.assets import TARGET
+from support.commands import RecordingProgress
 from support.fake_engine import FakeProcess
-from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.offline import generate as job
 from vllm_medusa.offline import prompts

@@ -60,8 +60,7 @@ def test_another_finish_reason_differs():
 
 
 @pytest.mark.parametrize(
-    ("turn", "orders"),
-    [(None, ("abbaabba", "baabbaab")), (2, ("aabbbbaa", "bbaaaabb"))],
+    ("turn", "orders"), [(None, ("abbaabba", "baabbaab")), (2, ("aabbbbaa", "bbaaaabb"))]
 )
 def test_the_first_engine_alternates(turn, orders):
     begun = ""

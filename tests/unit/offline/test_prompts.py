@@ -43,10 +43,7 @@ BAD = [
     ('{"turns": ["a", ""]}', "turns[1] is '': String should have at least 1 character"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', "must be 'user'"),
     (r'{"prompt": "a\ud800"}', "unable to parse raw data"),
-    (
-        r'{"messages": [{"role": "user", "content": "\ud800"}]}',
-        "unable to parse raw data",
-    ),
+    (r'{"messages": [{"role": "user", "content": "\ud800"}]}', "unable to parse raw data"),
 ]
 
 

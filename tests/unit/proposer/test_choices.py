@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from vllm_medusa.proposer.build import build_tree
-from vllm_medusa.proposer.choices import (
-    read_choices,
-    read_choices_in_torch,
-    read_choices_sharded,
-)
+from vllm_medusa.proposer.choices import read_choices, read_choices_in_torch, read_choices_sharded
 from vllm_medusa.proposer.topk import VocabShard, stable_topk
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.dynamic import widest_pool

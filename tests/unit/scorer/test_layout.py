@@ -1,11 +1,20 @@
-"""The packing itself is checked against vLLM in tests/integration/test_cpu_layout.py."""
+"""Layouts of CPU caches, and attention over MLA's latent one against the dense reference.
+
+The packing itself is checked against vLLM in tests/integration/test_cpu_layout.py.
+"""
+
+from __future__ import annotations
 
 import pytest
 import torch
 from support.attention import element_offsets, flat, gather_tokens
+from support.in_torch import attention_reference
 
-from vllm_medusa.kv import copy_slots
+from vllm_medusa.kv import accepted_moves, copy_slots
+from vllm_medusa.kv.cpu import PackedCaches
+from vllm_medusa.scorer.latent import LatentLayout, LatentPlan, latent_attention
 from vllm_medusa.scorer.layout import SUPPORTED_ISAS, CacheLayout
+from vllm_medusa.tree.batch import TreeBatch
 
 
 def numbered_cache(isa: str, blocks: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -40,3 +49,49 @@ def test_refusals_name_the_value_and_the_remedy():
         CacheLayout.of(torch.zeros(2, 16, 64), "vec")
     with pytest.raises(ValueError, match="strides"):
         CacheLayout.of(torch.zeros(2, 16, 2, 64).transpose(1, 2), "vec")
+
+
+RANK, WIDTH, HEADS, BLOCK = 24, 32, 3, 16
+BASES, STARTS = [0, 5, 40], [2, 3, 9]  # context tokens, first query rows
+PARENTS = torch.tensor([[-1, 0, 0, 1, 2, 2], [-1, 0, 1, 1, 0, 4], [-1, 0, 0, 0, 3, 3]])
+COUNTS = [1, 6, 5]  # nodes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latent_attention(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    cache = torch.randn(20, BLOCK, WIDTH).to(dtype)
+    query = torch.randn(16, HEADS, WIDTH).to(dtype)
+    table = torch.randperm(20)[:12].view(3, 4)
+    trees = TreeBatch.from_parents(PARENTS, torch.tensor(COUNTS), 3)
+    seen = [trees.ancestors[b, :n, :n] for b, n in enumerate(COUNTS)]
+    plan = LatentPlan.of(STARTS, BASES, seen, table, BLOCK)
+    out = torch.full((16, HEADS, RANK), 7.0, dtype=dtype)
+    latent_attention(query, cache, plan, RANK, 0.2, out)
+    untouched = torch.ones(16, dtype=torch.bool)
+    for b, (start, base, count) in enumerate(zip(STARTS, BASES, COUNTS, strict=True)):
+        token = torch.arange(base + count)
+        keys = cache[table[b, token // BLOCK], token % BLOCK].unsqueeze(1)
+        mask = torch.cat([torch.ones(count, base, dtype=torch.bool), seen[b]], 1)
+        rows = slice(start, start + count)
+        expected = attention_reference(query[rows], keys, keys[..., :RANK], mask, 0.2)
+        torch.testing.assert_close(out[rows].double(), expected, atol=1e-2, rtol=1e-2)
+        if dtype == torch.float32:
+            torch.testing.assert_close(out[rows].double(), expected, atol=1e-5, rtol=1e-5)
+        untouched[rows] = False
+    assert out[untouched].eq(7).all() and untouched.sum() == 4
+
+
+def test_latent_tokens_move_whole() -> None:
+    whole = torch.randn(3, 6, BLOCK, 2 * WIDTH)
+    caches = [layer[..., :WIDTH].contiguous() for layer in whole]
+    expected = [cache.clone() for cache in caches]
+    slots = torch.tensor([[14, 15, 16, 17, 18, 19], [60, 61, 62, 63, 64, 65]])
+    nodes, accepted = torch.tensor([[0, 2, 5], [0, 3, 3]]), torch.tensor([2, 1])
+    PackedCaches((cache, LatentLayout.of(cache)) for cache in caches).compact(
+        slots, nodes, accepted
+    )
+    for cache, other in zip(caches, expected, strict=True):
+        before = other.clone()
+        copy_slots(other, *accepted_moves(slots, nodes, accepted), (0, 1))
+        assert cache.equal(other) and not cache.equal(before)

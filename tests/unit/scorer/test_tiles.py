@@ -1,7 +1,10 @@
 """Tile sizes fit into registers and shared memory; splits fill a GPU without overfilling it."""
 
 import pytest
+import torch
 
+from vllm_medusa import kernels
+from vllm_medusa.scorer.paged import SplitWorkspace
 from vllm_medusa.scorer.tiles import (
     MAX_SPLITS,
     DeviceLimits,
@@ -85,3 +88,25 @@ def test_splits_are_bounded_and_never_more_than_tiles():
             for query_tiles in (1, 4):
                 splits = splits_of(batch * 4 * query_tiles, length)
                 assert 1 <= splits <= min(MAX_SPLITS, max(1, -(-length // 64)))
+
+
+def test_a_gpu_requires_triton(monkeypatch):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="Medusa on cuda requires Triton"):
+        kernels.uses_kernel.__wrapped__("cuda")
+
+
+def test_workspace_may_be_created_in_inference_mode():
+    with torch.inference_mode():
+        space = SplitWorkspace.allocate(10, 16, "cpu")
+    space.values.fill_(0.0)
+    space.lse.fill_(0.0)
+
+
+def test_workspace_states_its_number_of_parts():
+    space = SplitWorkspace.allocate(100, 16, "cpu")
+    assert space.max_splits(5, 4, 16) == 5
+    assert space.max_splits(5, 4, 32) == 2  # layers with wider heads
+    assert space.max_splits(5, 4, 8) == 5
+    assert space.max_splits(1000, 4, 16) == space.max_splits(1000, 4, 64) == 1
+    assert space.max_splits(0, 4, 16) == 100

@@ -244,11 +244,14 @@ def test_training_continues_from_a_drafter(target, records, trained, tmp_path):
 
 
 def other_start(trained, folder, changes, **tensors):
-    """The trained drafter with other options in its config, and with more tensors."""
+    """The trained drafter with another config, and with other tensors; None removes one."""
     shutil.copytree(trained, folder)
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights_of(trained) | tensors, folder / "model.safetensors")
+    kept = {
+        key: value for key, value in (weights_of(trained) | tensors).items() if value is not None
+    }
+    save_file(kept, folder / "model.safetensors")
     return HeadOptions(kind="eagle3", num_heads=K, start_heads=folder)
 
 
@@ -276,32 +279,19 @@ def test_training_continues_from_eagle_3_1(target, records, trained, tmp_path):
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "has rope_type"),
         ({"partial_rotary_factor": 0.5}, "has partial_rotary_factor"),
         ({"speculators_model_type": "eagle"}, "its architecture is eagle of speculators"),
+        (("d2t", torch.full((300,), -5)), "draft vocabulary: .* token ids from -5"),
+        (("norm.weight", None), 'it has no "norm.weight"'),
+        (("norm.weight", torch.ones(3)), '"norm.weight" has the shape'),
+        (("other", torch.ones(3)), 'it has "other"'),
+        (("embed_tokens.weight", torch.ones(512, 64)), '"embed_tokens.weight" is not the target'),
     ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
 def test_training_does_not_continue_from_others(
     target, records, trained, tmp_path, changes, reason
 ):
-    heads = other_start(trained, tmp_path / "start", changes)
-    with pytest.raises(ValueError, match=f"{reason}.* without --start-heads"):
-        train(replace(options(target, records, tmp_path / "more"), heads=heads))
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "reason"),
-    [
-        ("d2t", torch.full((300,), -5), "draft vocabulary: .* token ids from -5"),
-        ("norm.weight", None, 'it has no "norm.weight"'),
-        ("norm.weight", torch.ones(3), '"norm.weight" has the shape'),
-        ("other", torch.ones(3), 'it has "other"'),
-        ("embed_tokens.weight", torch.ones(512, 64), '"embed_tokens.weight" is not the target'),
-    ],
-)
-def test_another_drafter_is_refused(target, records, trained, tmp_path, name, tensor, reason):
-    start = shutil.copytree(trained, tmp_path / "start")
-    tensors = load_file(start / "model.safetensors") | {name: tensor}
-    kept = {key: value for key, value in tensors.items() if value is not None}
-    save_file(kept, start / "model.safetensors")
-    heads = HeadOptions(kind="eagle3", num_heads=K, start_heads=start)
+    config, tensors = (changes, {}) if isinstance(changes, dict) else ({}, dict([changes]))
+    heads = other_start(trained, tmp_path / "start", config, **tensors)
     with pytest.raises(ValueError, match=f"{reason}.* without --start-heads"):
         train(replace(options(target, records, tmp_path / "more"), heads=heads))
 

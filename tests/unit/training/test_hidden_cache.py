@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.data import random_records
 from support.models import save_model
-from support.records import random_records
 
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training.hidden_cache import CacheError, HiddenStates

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from support.adapters import FAMILIES, disturb
 from support.models import VOCAB, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -19,6 +18,22 @@ from vllm_medusa.training.options import JointOptions
 from vllm_medusa.training.target import TargetError
 
 IDS = torch.arange(3, 35).view(2, 16) * 7 % VOCAB
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen": ("Qwen3", {}),
+    "qwen, tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "gemma, tied": ("Gemma2", {"tie_word_embeddings": True}),  # with a soft cap
+    "phi, lm_head with bias": ("Phi", {"head_dim": None, "num_key_value_heads": 4}),
+}
+
+
+def disturb(adapted: Any, scale: float = 0.02) -> None:
+    """Make every matrix of the adapter nonzero."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in lora.adapter_parameters(adapted).values():
+            parameter.add_(torch.randn_like(parameter) * scale)
 
 
 @pytest.fixture(params=[name for name in FAMILIES if name != "qwen, tied"])

@@ -133,11 +133,7 @@ def test_heads_memorize_a_text_and_every_step_accepts_all(target, tmp_path):
     # and the chain of all heads is always accepted: tau is 1 + K
     tokens = len(record.token_ids) - len(PROMPT)
     out = decode(
-        target.model,
-        made.method.heads,
-        TokenTree.chain(K),
-        torch.tensor(PROMPT),
-        tokens - K,
+        target.model, made.method.heads, TokenTree.chain(K), torch.tensor(PROMPT), tokens - K
     )
     assert out.token_ids == list(record.token_ids[len(PROMPT) : -K])
     assert set(out.accepted_per_step) == {K}

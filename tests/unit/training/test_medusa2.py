@@ -26,12 +26,7 @@ from vllm_medusa.training.workers import Workers
 K = 2
 JOINT = JointOptions(lora_rank=4, lora_alpha=8, lm_loss="kl", heads_weight=0.2, pass_tokens=40)
 STEPS = StepOptions(
-    labels="tokens",
-    epochs=2,
-    batch_tokens=60,
-    learning_rate=4e-3,
-    warmup_steps=2,
-    measure_every=4,
+    labels="tokens", epochs=2, batch_tokens=60, learning_rate=4e-3, warmup_steps=2, measure_every=4
 )
 
 

@@ -1,10 +1,18 @@
-"""Checkpoint and log always match after any interruption, and other folders are not modified."""
+"""Runs: checkpoint and log match after any interruption, defaults, and devices."""
 
+import math
+from datetime import timedelta
+from types import SimpleNamespace
+
+import accelerate
 import pytest
 import torch
 
 from vllm_medusa.files import FileRefused, aside, read_json
+from vllm_medusa.training import recipe
+from vllm_medusa.training.options import JointOptions, StepOptions
 from vllm_medusa.training.run import Stage, TrainingRun
+from vllm_medusa.training.workers import Workers, usable
 
 
 def begun(output, settings, **options) -> tuple[TrainingRun, Stage]:
@@ -112,3 +120,52 @@ def test_other_folders_are_left_alone(tmp_path):
     (project / "training" / ".run.json.part").touch()  # killed before run.json existed
     begun(project, {"lr": 1})[0].close()
     assert read_json(project / "training" / "run.json")["settings"] == {"lr": 1}
+
+
+def test_lambda_0_follows_a_sine_to_its_peak():
+    joint = JointOptions(heads_weight=0.2)
+    assert [recipe.heads_weight(joint, step, 4) for step in range(4)] == pytest.approx(
+        [0.2 * math.sin(math.pi / 8 * n) for n in (1, 2, 3, 4)]
+    )
+    assert recipe.heads_weight(joint, 0, 1) == pytest.approx(0.2)
+
+
+def test_defaults_follow_from_width_and_rows():
+    rates = [recipe.usual_rate(width) for width in (64, 256, 512, 4096)]
+    assert rates == [5e-3, 5e-3, 1.25e-3, 1e-3]
+    rows = (10, 600_000, 3_000_000, 60_000_000)
+    assert [recipe.usual_batch(count) for count in rows] == [256, 384, 1920, 4096]
+
+
+def test_given_values_are_kept_and_others_have_defaults():
+    steps, joint = StepOptions(), JointOptions()
+    alone = recipe.complete(steps, hidden_size=64, num_labels=10)
+    assert (alone.batch_tokens, alone.learning_rate, alone.warmup_steps) == (256, 5e-3, 50)
+    mine = StepOptions(warmup_steps=0, learning_rate=1.0, batch_tokens=7)
+    assert recipe.complete(mine, hidden_size=64, num_labels=10) == mine
+    for written, lm_loss, peak in ((True, "kl", 0.01), (False, "cross-entropy", 0.2)):
+        found, own = recipe.complete_joint(joint, steps, self_distilled=written)
+        assert (found.lm_loss, found.heads_weight, own.warmup_steps) == (lm_loss, peak, 20)
+    assert recipe.complete_joint(joint, mine, self_distilled=True)[1].warmup_steps == 0
+
+
+def test_a_merge_may_take_hours(monkeypatch):
+    received = {}
+
+    def state(**options):
+        received.update(options)
+        return SimpleNamespace(process_index=0, num_processes=2, device=torch.device("cpu", 0))
+
+    monkeypatch.setattr(accelerate, "PartialState", state)
+    workers = Workers("cpu")
+    assert workers.main and workers.device == torch.device("cpu")
+    assert received["cpu"] and received["timeout"] >= timedelta(days=1)
+
+
+@pytest.mark.parametrize("device", ["zz", "cuda:x", "absent"])
+def test_a_device_that_cannot_be_used_is_named(device):
+    assert usable("cpu") == torch.device("cpu")
+    if device == "absent":
+        device = "xpu" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(ValueError, match=rf"--device {device} can't be used here.*Use cpu"):
+        usable(device)

@@ -1,4 +1,4 @@
-"""The demo's model from its package: a small GGUF file converted, and refusals."""
+"""The demo's files: its model from a small GGUF file, a drafter packed and unpacked, refusals."""
 
 import json
 import os
@@ -10,12 +10,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.assets import tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from demo import smollm2
+from demo.packed import FILE, pack, unpack, usable
 from demo.smollm2 import ModelUnavailable, build, convert
+from vllm_medusa.files import FileRefused
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096}
 NAMES = {
@@ -70,12 +72,8 @@ def file(model, tmp_path_factory):
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
-    writer.add_token_types(
-        [
-            3 if token.startswith("<") and token.endswith(">") and len(token) > 2 else 1
-            for token in tokens
-        ]
-    )
+    special = [len(token) > 2 and token[0] + token[-1] == "<>" for token in tokens]
+    writer.add_token_types([3 if each else 1 for each in special])
     writer.add_token_merges(["1 2", *merges])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
@@ -125,11 +123,7 @@ def test_an_existing_folder_is_kept(tmp_path):
 
 def test_without_its_package_the_remedy_is_given(tmp_path):
     """With an empty index, as if pip had no access to one."""
-    nowhere = {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(tmp_path),
-        "PIP_CONFIG_FILE": os.devnull,
-    }
+    nowhere = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
     done = subprocess.run(
         [sys.executable, "-m", "demo.smollm2", str(tmp_path / "model")],
         env=os.environ | nowhere,
@@ -140,3 +134,80 @@ def test_without_its_package_the_remedy_is_given(tmp_path):
     assert done.returncode == 2
     assert smollm2.PACKAGE in done.stderr and "--target FOLDER --drafter FOLDER" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+IDS = torch.tensor([0, 7, 49_151, 2])
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    torch.manual_seed(0)
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    rows = torch.randn(48, 96) * torch.logspace(-3, 1, 48)[:, None]  # rows of different magnitudes
+    rows[5] = 0
+    tensors = {
+        "fc.weight": rows.bfloat16(),
+        "stacked": torch.randn(3, 8, 16).bfloat16(),
+        "norm.weight": torch.randn(96).bfloat16(),
+        "d2t": IDS,
+        "t2d": torch.tensor([True, False, True]),
+    }
+    save_file(tensors, folder / FILE, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 96}))
+    return folder
+
+
+def test_round_trip(drafter, tmp_path):
+    pack(drafter, tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "back", tmp_path)
+    before, after = load_file(drafter / FILE), load_file(tmp_path / "back" / FILE)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and after[name].shape == tensor.shape
+        if name in ("fc.weight", "stacked"):
+            largest = tensor.float().abs().amax(-1, keepdim=True)
+            error = (after[name].float() - tensor.float()).abs()
+            # half an int8 step, and the rounding to bf16
+            assert bool((error <= largest * (0.5 / 127 + 2**-8)).all())
+            assert error.max() > 0
+        else:
+            assert torch.equal(after[name], tensor), name
+    assert (tmp_path / "back" / "config.json").read_text() == '{"hidden_size": 96}'
+
+
+def test_stored_tensors(drafter, tmp_path):
+    pack(drafter, tmp_path / "packed")
+    stored = load_file(tmp_path / "packed" / FILE)
+    assert stored["fc.weight"].dtype == torch.int8 and stored["fc.weight.scale"].shape == (48, 1)
+    assert stored["d2t"].dtype == torch.int32 and stored["d2t"].tolist() == IDS.tolist()
+    assert usable(drafter, tmp_path, tmp_path / "made") == drafter
+    made = usable(tmp_path / "packed", tmp_path, tmp_path / "made")
+    assert made == tmp_path / "made" / "packed" and (made / FILE).is_file()
+
+
+@pytest.mark.parametrize("place", ["weights", "truncated"])
+def test_a_damaged_file_is_refused(drafter, tmp_path, place):
+    pack(drafter, tmp_path / "packed")
+    file = tmp_path / "packed" / FILE
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content if place == "weights" else content[:-50])
+    with pytest.raises(FileRefused, match="damaged"):
+        unpack(tmp_path / "packed", tmp_path / "back", tmp_path)
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_lm_head_of_the_targets_rows_is_not_stored(drafter, tmp_path, same):
+    embedding, ids = torch.randn(64, 16).bfloat16(), torch.tensor([3, 9, 60])
+    save_file({"model.embed_tokens.weight": embedding}, tmp_path / FILE)
+    tensors = {"d2t": ids - torch.arange(3), "lm_head.weight": embedding[ids].contiguous()}
+    if not same:
+        tensors["lm_head.weight"][1, 1] += 1
+    save_file(tensors, drafter / FILE)
+    pack(drafter, tmp_path / "packed", tmp_path)
+    assert ("lm_head.weight" in load_file(tmp_path / "packed" / FILE)) != same
+    unpack(tmp_path / "packed", tmp_path / "back", tmp_path)
+    again = load_file(tmp_path / "back" / FILE)["lm_head.weight"]
+    assert torch.equal(again, tensors["lm_head.weight"]) == same
