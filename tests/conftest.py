@@ -80,8 +80,8 @@ def random_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def eagle_case(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`support.eagle_case.Case`, trained once."""
-    from support.eagle_case import make_case
+    """`support.eagle_runs.Case`, trained once."""
+    from support.eagle_runs import make_case
 
     return make_case(tmp_path_factory.mktemp("eagle"))
 

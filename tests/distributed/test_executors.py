@@ -1,8 +1,8 @@
-"""Both executors as users run them: a separate engine process, two ranks, 63 draft nodes.
+"""Engines as users run them, in separate processes: executors of two ranks, and two replicas.
 
 `mp` has heads with their own LM heads, of which each rank keeps half; Ray has heads that score
-some tokens with the target's LM head, whose logits are gathered. At the end of each, a rank is
-killed during a batch.
+some tokens with the target's LM head, whose logits are gathered; both have 63 draft nodes. At the
+end of each, a rank is killed during a batch.
 """
 
 from __future__ import annotations
@@ -17,19 +17,14 @@ from typing import Any
 
 import psutil
 import pytest
+from support.eagle import Eagle1
 from support.engine_process import ENGINE, answers, batch, engine_process, of_session, wait_for
 from support.engines import Completion, engine, medusa
-from support.plain import (
-    COMMON,
-    Plain,
-    Run,
-    assert_same_decisions,
-    run_greedy,
-    run_seeded,
-)
+from support.plain import COMMON, Plain, Run, assert_same_decisions, run_greedy, run_seeded
 from support.ranks import WORKER, decisions
 from support.reference import differing
 from support.runner import sized
+from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -38,6 +33,20 @@ NODES = sized(64, 7)
 START_S = 1200.0  # only a hang takes this long
 DOWN_S = 240.0  # vLLM gives workers 5 s to exit, another 4 s after SIGTERM, then kills them
 COUNT = sized(24, 4)
+
+
+def batches(plain: Plain, count: int) -> list[dict[str, Any]]:
+    """Greedy and seeded requests, whose future tokens are known."""
+    greedy = [{"temperature": 0.0, **COMMON}] * count
+    seeded = [{"temperature": 1.0, "seed": o.seed, **COMMON} for o in plain.seeded[:count]]
+    return [
+        batch(plain.greedy.prompts[:count], greedy, plain.known_greedy[:count]),
+        batch(plain.prompts[:count], seeded, plain.known_seeded[:count]),
+    ]
+
+
+def completions(result: dict[str, Any]) -> list[Completion]:
+    return [Completion(tuple(t), f, s) for t, f, s in result["completions"]]
 
 
 @dataclass(frozen=True)
@@ -76,18 +85,7 @@ def started(
             "worker_cls": WORKER,
             **ENGINE,
         },
-        "batches": [
-            batch(
-                plain.greedy.prompts[:COUNT],
-                [{"temperature": 0.0, **COMMON}] * COUNT,
-                plain.known_greedy[:COUNT],
-            ),
-            batch(
-                plain.prompts[:COUNT],
-                [{"temperature": 1.0, "seed": o.seed, **COMMON} for o in plain.seeded[:COUNT]],
-                plain.known_seeded[:COUNT],
-            ),
-        ],
+        "batches": batches(plain, COUNT),
         "last": batch(plain.prompts, [{**COMMON, "max_tokens": 900}] * len(plain.prompts)),
     }
     if executor == "ray":
@@ -95,10 +93,7 @@ def started(
     with engine_process(job, folder) as process:
         reply = answers(process, folder, START_S)
         runs = [
-            Run(
-                [Completion(tuple(t), f, s) for t, f, s in result["completions"]],
-                [decisions(rows) for rows in result["ranks"]],
-            )
+            Run(completions(result), [decisions(rows) for rows in result["ranks"]])
             for result in reply["batches"]
         ]
         kinds = dict(zip(("greedy", "seeded"), runs, strict=True))
@@ -151,3 +146,25 @@ def test_a_killed_rank_ends_the_engine(started: Started) -> None:
     assert f"{who} died unexpectedly" in log
     _, alive = psutil.wait_procs(family, timeout=120)
     assert [member for member in alive if member.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_two_replicas(plain: Plain, chaotic_llama: str, tmp_path: Path) -> None:
+    """Behind vLLM's balancer (``--data-parallel-size 2``): the same output as one engine's.
+
+    vLLM refuses offline data parallelism for dense models, so the server is used. EAGLE: while
+    one replica works, the other runs the drafter on dummy rows too.
+    """
+    drafter = Eagle1(AutoModelForCausalLM.from_pretrained(chaotic_llama))
+    count = sized(8, 4)
+    config = {"method": "eagle", "model": drafter.save(tmp_path / "e"), "budget": 8}
+    config |= {"tree": {"width": 3, "depth": 3}}
+    own = {"model": chaotic_llama, "speculative_config": config, "data_parallel_size": 2}
+    job = {"replicas": 2, "engine": ENGINE | own, "batches": batches(plain, count)}
+    with engine_process(job, tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="1") as process:
+        reply = answers(process, tmp_path, 1200)
+        process.wait(240)
+    assert process.returncode == 0
+    greedy, seeded = map(completions, reply["batches"])
+    assert differing(plain.greedy.completions[:count], greedy) == []
+    assert plain.unlike_seeded(seeded) == []
+    assert set(reply["drafts"]) == {"0", "1"} and min(reply["drafts"].values()) > 50

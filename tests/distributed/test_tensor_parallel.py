@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 from support.assets import HEADS, TARGET, code_prompts
 from support.budgets import fickle, policy_of
-from support.eagle_case import TOKENS as LEARNED_TOKENS
-from support.eagle_case import Case, eagle_config
+from support.eagle_runs import TOKENS as LEARNED_TOKENS
+from support.eagle_runs import Case, eagle_config
 from support.engines import complete, engine, greedy, medusa
 from support.fitted_case import TOKENS as HYDRA_TOKENS
 from support.fitted_case import TREES, Fitted

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.eagle_case import Case, eagle_config
-from support.engines import engine, greedy, medusa, metric, random_prompts
+from support.eagle_runs import Case, eagle_config
+from support.engines import engine, greedy, medusa, metric, random_prompts, worker_of
 from support.lora import RANK, save_adapter
 from support.models import HIDDEN, VOCAB
 from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
@@ -65,7 +65,7 @@ def test_eagle(eagle_case: Case, adapters: list[Any]) -> None:
     with engine(eagle_case.target, config, **ENGINE) as llm:
         with planted_by_seed(by_seed(plain), VOCAB), recorded_steps() as steps:
             got = outcomes(llm, prompts, params, chosen)
-        modules = runner_of(llm).drafter.model.modules() if not ON_V2 else ()
+        modules = worker_of(llm).model_runner.drafter.model.modules() if not ON_V2 else ()
         assert not any(isinstance(module, BaseLayerWithLoRA) for module in modules)
     assert_same(plain, got)
     assert len({outcome.tokens for outcome in plain}) == len(plain)
@@ -105,14 +105,9 @@ def test_cached_prefixes_belong_to_an_adapter(
     assert metric(llm, "prefix_cache_hits") - before >= 32 * len(plain)
 
 
-def runner_of(llm: LLM) -> Any:
-    core: Any = llm.llm_engine.engine_core
-    return core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
 def test_heads_draft_with_the_target_s_own_lm_head(llm: LLM) -> None:
     """The wrapped LM head would apply the adapters of the step's rows to the heads' rows."""
-    runner = runner_of(llm)
+    runner = worker_of(llm).model_runner
     drafter, target = (runner.speculator if ON_V2 else runner).drafter, runner.model
     states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(6))
     rows = drafter.heads(states)

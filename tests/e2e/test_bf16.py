@@ -11,9 +11,8 @@ from support import assets
 from support.assets import HEADS, TARGET, code_prompts
 from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
-from support.near_ties import Plain, run_plain
 from support.planted import planted
-from support.reference import assert_chaotic
+from support.reference import Plain, assert_chaotic, run_plain
 from support.runner import compaction
 from vllm import LLM
 

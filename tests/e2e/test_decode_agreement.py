@@ -7,25 +7,27 @@ decoding can't detect, is found here.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.assets import HEADS as TRAINED_HEADS
-from support.assets import TARGET, code_prompts
+from support.assets import TARGET, code_prompts, trained_model
 from support.engines import Completion, complete, engine, greedy, medusa
 from support.fitted_case import KNOWN, TOKENS, TREES, Fitted
 from support.models import VOCAB
 from support.reference import differing
 from support.runner import ON_V2, sized
 from support.spies import accepted_per_step, assert_reported, mean_accepted, recorded_steps
-from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from vllm_medusa.decode import DecodeResult, decode
-from vllm_medusa.heads.checkpoint import load_heads, peek_heads
+from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.integration.medusa_drafter import MedusaDrafter
 from vllm_medusa.integration.request_trees import RequestTrees
 from vllm_medusa.proposer.hydra import HydraBeam
@@ -187,16 +189,31 @@ def test_a_siblings_token_costs_acceptance(
     assert found < 0.93 * right
 
 
-@pytest.mark.parametrize("tree", ["own", "mc_sim_7b_63"])
-def test_trained_model(tree: str) -> None:
-    """Trained heads on real prompts, in fp32."""
+def full_checkpoint(folder: Path) -> str:
+    """The target with the heads in its own checkpoint, in the reference's names."""
+    full = shutil.copytree(TARGET, folder / "full")
+    weights = load_file(full / "model.safetensors")
+    lm_head, num_layers = weights["model.embed_tokens.weight"], peek_heads(TRAINED_HEADS).num_layers
+    for name, tensor in load_file(f"{TRAINED_HEADS}/model.safetensors").items():
+        _, head, _, layer, kind = name.split(".")
+        weights[f"medusa_head.{head}.{layer}.linear.{kind}"] = tensor
+        weights[f"medusa_head.{head}.{num_layers}.weight"] = lm_head.clone()  # tied
+    save_file(weights, full / "model.safetensors", {"format": "pt"})
+    return str(full)
+
+
+@pytest.mark.parametrize("case", ["own", "mc_sim_7b_63", "full checkpoint"])
+def test_trained_model(case: str, tmp_path: Path) -> None:
+    """Trained heads on real prompts, in fp32; a full Medusa-2 checkpoint needs no ``model``."""
     own = peek_heads(TRAINED_HEADS).tree
     assert own is not None
-    topology = TokenTree.from_paths(own) if tree == "own" else load_preset(tree)
+    topology = load_preset(case) if case == "mc_sim_7b_63" else TokenTree.from_paths(own)
     prompts = code_prompts(0, 12)
-    model: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
-    heads, _ = load_heads(TRAINED_HEADS, **sizes, dtype=torch.float32)
+    model, heads = trained_model()
     expected = [decode(model, heads, topology, torch.tensor(prompt), 64) for prompt in prompts]
-    with engine(TARGET, medusa(TRAINED_HEADS, topology.to_lists())) as llm:
+    target, config = TARGET, medusa(TRAINED_HEADS, topology.to_lists())
+    if case == "full checkpoint":
+        target = full_checkpoint(tmp_path)
+        del config["model"]
+    with engine(target, config) as llm:
         assert assert_agreement(llm, prompts, expected, 64) > 0.5

@@ -14,23 +14,20 @@ from typing import Any
 import pytest
 import torch
 from support.assets import HEADS as TRAINED_HEADS
-from support.assets import TARGET, code_prompts
+from support.assets import TARGET, code_prompts, trained_model
 from support.budgets import fickle, policy_of, scheduler_of, verify_all
 from support.engines import complete, engine, greedy, metric, random_prompts, start, stop
 from support.metrics import added, counts
 from support.models import VOCAB
-from support.planted import planted
-from support.random_topologies import random_topologies
+from support.planted import planted, random_topologies
 from support.reference import Reference, differing, plain_greedy
 from support.runner import sized
 from support.spies import assert_reported, mean_accepted, recorded_steps, tree_rows
-from transformers import AutoModelForCausalLM
 from vllm import LLM, envs
 
 from vllm_medusa.budget import policy
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.decode import decode
-from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.cpu import PackedHeads
 from vllm_medusa.integration import startup_timing
 from vllm_medusa.integration.metrics import KINDS
@@ -42,9 +39,8 @@ from vllm_medusa.tree.dynamic import DynamicTree
 pytestmark = pytest.mark.engine
 
 TOKENS = 40
-LENGTHS = sized(
-    (48, 7, 3, 1, 33), (16, 7, 3, 1)
-)  # output lengths, in turn: the last drafts of each are limited by depth
+# output lengths, in turn: the last drafts of each are limited by depth
+LENGTHS = sized((48, 7, 3, 1, 33), (16, 7, 3, 1))
 Patch = pytest.MonkeyPatch
 
 
@@ -70,21 +66,12 @@ def llm(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator
 def test_accepts_what_the_oracle_accepts(budget: int) -> None:
     """Trained heads on real prompts, in fp32."""
     prompts = [prompt[:60] for prompt in code_prompts(0, sized(10, 4))]
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     lengths = [LENGTHS[index % len(LENGTHS)] for index in range(len(prompts))]
-    with (
-        engine(TARGET, dynamic(TRAINED_HEADS, budget)) as llm,
-        recorded_steps() as steps,
-    ):
+    with engine(TARGET, dynamic(TRAINED_HEADS, budget)) as llm, recorded_steps() as steps:
         tree = TreeSettings.of(llm.llm_engine.vllm_config).tree
         assert isinstance(tree, DynamicTree) and tree.num_draft_tokens == budget
         got = complete(llm, prompts, [greedy(length) for length in lengths])
-    heads, _ = load_heads(
-        TRAINED_HEADS,
-        hidden_size=model.config.hidden_size,
-        vocab_size=model.config.vocab_size,
-        dtype=torch.float32,
-    )
+    model, heads = trained_model()
     assert_reported(steps, prompts, got)
     shapes = set()
     for prompt, length, completion in zip(prompts, lengths, got, strict=True):

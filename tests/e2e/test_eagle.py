@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.budgets import scheduler_of
 from support.eagle import Eagle1
-from support.eagle_case import LAYERS, Case, eagle_config
 from support.eagle_runs import (
+    LAYERS,
     LONG,
     PARAMS,
+    Case,
     assert_chain_of_vllm,
+    eagle_config,
     exact_in_mixed_steps,
     mixed_steps,
     run,
@@ -23,8 +26,7 @@ from support.eagle_runs import (
 from support.eagle_steps import assert_dense, recorded_trees, torch_only
 from support.engines import complete, engine, greedy, metric
 from support.models import VOCAB
-from support.planted import planted
-from support.planted_copies import PlantedCopies
+from support.planted import PlantedCopies, planted
 from support.reference import differing
 from support.spies import recorded_steps, tree_rows
 from vllm import LLM
@@ -256,8 +258,7 @@ def run_copying(case: Case, llm: LLM, plain: Any, patch: Patch, shift: int = 0) 
     prompts, expected = LONG[some], plain[some]
     texts = [[*p, *c.token_ids] for p, c in zip(prompts, expected, strict=True)]
     PlantedCopies(texts, shift).plant(patch)
-    core: Any = llm.llm_engine.engine_core
-    patch.setattr(core.engine_core.scheduler, "_free_slots", lambda: 1 << 20)  # few blocks
+    patch.setattr(scheduler_of(llm), "_free_slots", lambda: 1 << 20)  # few blocks
     with recorded_steps() as steps, recorded_trees(every=1 + 8 * shift) as trees:
         got = complete(llm, prompts, PARAMS[some])
     assert differing(expected, got) == []

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.eagle import Eagle3
-from support.eagle_case import LAYERS, Case, eagle_config
-from support.eagle_runs import LONG, PARAMS, run
-from support.engines import complete, engine, metric
+from support.eagle_runs import LAYERS, LONG, PARAMS, Case, eagle_config, run
+from support.engines import complete, engine, metric, worker_of
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import differing
@@ -45,8 +44,7 @@ def as_of_speculators(drafter: Eagle3) -> None:
 
 def parts(llm: LLM) -> tuple[Any, Any]:
     """The drafter and its attention layer."""
-    core: Any = llm.llm_engine.engine_core
-    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = worker_of(llm).model_runner
     drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator.drafter
     ((name,),) = (group.layer_names for group in drafter.draft_attn_groups)
     return drafter, drafter.vllm_config.compilation_config.static_forward_context[name]
@@ -135,7 +133,7 @@ def case(request: Any, eagle_case: Case, tmp_path: Path) -> Case:
     CASES[request.param][0](drafter)
     folder = drafter.save(tmp_path / "drafter")
     if request.param == "EAGLE-3.1":
-        from support.conversion import convert
+        from support.commands import convert
 
         convert(folder, "speculators", tmp_path / "speculators")
         folder = str(tmp_path / "speculators")

@@ -12,7 +12,7 @@ from support.assets import HEADS, TARGET, code_prompts
 from support.budgets import fickle, policy_of
 from support.engines import Completion, complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
-from support.planted_copies import PlantedCopies
+from support.planted import PlantedCopies
 from support.reference import differing, plain_greedy
 from support.spies import recorded_steps, tree_rows
 from vllm import LLM, SamplingParams

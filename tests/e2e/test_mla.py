@@ -12,16 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.eagle_case import TOKENS as LEARNED
-from support.eagle_case import Case
-from support.eagle_runs import assert_chain_of_vllm
 from support.engines import complete, engine, greedy, medusa, metric, random_prompts
 from support.mla import save_deepseek
 from support.models import VOCAB, save_random_heads
-from support.mtp import DEEPSEEK, mtp_config, save_random
-from support.near_ties import Plain, run_plain
 from support.planted import planted
-from support.reference import assert_chaotic, differing
+from support.reference import Plain, assert_chaotic, differing, run_plain
 from support.runner import compaction
 from support.spies import assert_reported, mean_accepted, mixed, recorded_steps
 from transformers import AutoModelForCausalLM
@@ -146,25 +141,6 @@ def test_negative_controls(
     breaks(monkeypatch)
     _, gaps, _ = run(llm, setting)
     assert sum(gap > NEAR_TIE for gap in gaps) > 0.5 * len(PROMPTS)
-
-
-def test_mtp(tmp_path: Path) -> None:
-    """DeepSeek's own module, random; its chain drafts what vLLM's does."""
-    target, prompts = save_random(tmp_path, DEEPSEEK), PROMPTS[:3]
-    with engine(target, **REFERENCE) as llm:
-        outputs = [list(c.token_ids) for c in complete(llm, prompts, greedy(LEARNED))]
-    case = Case(target, None, None, target, prompts, outputs)  # type: ignore[arg-type]
-    stock = {"method": "mtp", "attention_backend": "CPU_MLA"}
-    assert_chain_of_vllm(case, stock, mtp_config("chain"), plant=True, **REFERENCE)
-    tree = mtp_config({"width": 3, "depth": 3}, budget=8)
-    with (
-        engine(target, tree, **REFERENCE) as llm,
-        planted(prompts, outputs, VOCAB),
-        recorded_steps() as steps,
-    ):
-        got = complete(llm, prompts, greedy(LEARNED))
-    assert [list(completion.token_ids) for completion in got] == outputs
-    assert mean_accepted(steps) > 1
 
 
 def test_logits_of_every_node(target: str, tmp_path: Path, monkeypatch: Patch) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.eagle_case import TOKENS, Case
 from support.eagle_runs import (
     LONG,
     PARAMS,
+    TOKENS,
+    Case,
     assert_chain_of_vllm,
     exact_in_mixed_steps,
     mixed_steps,
@@ -19,7 +20,7 @@ from support.eagle_runs import (
 )
 from support.engines import complete, engine, greedy, random_prompts
 from support.models import VOCAB
-from support.mtp import ERNIE, GLM, Kind, make_case, mtp_config, save_random
+from support.mtp import DEEPSEEK, ERNIE, GLM, Kind, make_case, mtp_config, save_random
 from support.planted import planted
 from support.spies import mean_accepted, recorded_steps
 from vllm import LLM
@@ -41,16 +42,26 @@ def test_chain_is_that_of_vllm(case: Case) -> None:
     assert_chain_of_vllm(case, {"method": "mtp"}, mtp_config("chain"))
 
 
-@pytest.mark.parametrize("kind", [GLM, ERNIE], ids=lambda kind: kind.architecture)
-def test_other_modules(kind: Kind, tmp_path: Path) -> None:
+MLA = {"attention_backend": "CPU_MLA", "dtype": "float32", "num_gpu_blocks_override": 70}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(GLM, {}), (ERNIE, {}), (DEEPSEEK, MLA)], ids=["GLM", "Ernie", "DeepSeek"]
+)
+def test_other_modules(kind: Kind, options: dict[str, Any], tmp_path: Path) -> None:
     """Random modules, so future tokens are planted; GLM's norms its states before the LM head."""
     target, prompts = save_random(tmp_path, kind), random_prompts(4, VOCAB, 8, 40)
-    with engine(target) as llm:
+    with engine(target, **options) as llm:
         outputs = [list(c.token_ids) for c in complete(llm, prompts, greedy(TOKENS))]
     case = Case(target, None, None, target, prompts, outputs)  # type: ignore[arg-type]
-    assert_chain_of_vllm(case, {"method": "mtp"}, mtp_config("chain"), plant=True)
+    stock = {"method": "mtp"} | {k: v for k, v in options.items() if k == "attention_backend"}
+    assert_chain_of_vllm(case, stock, mtp_config("chain"), plant=True, **options)
     tree = mtp_config({"width": 3, "depth": 3}, budget=8)
-    with engine(target, tree) as llm, planted(prompts, outputs, VOCAB), recorded_steps() as steps:
+    with (
+        engine(target, tree, **options) as llm,
+        planted(prompts, outputs, VOCAB),
+        recorded_steps() as steps,
+    ):
         got = complete(llm, prompts, greedy(TOKENS))
     assert [list(completion.token_ids) for completion in got] == outputs
     assert mean_accepted(steps) > 1

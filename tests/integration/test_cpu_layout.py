@@ -140,13 +140,7 @@ def run_both(
 def test_a_chain_equals_the_stock_kernel(isa, window, softcap, with_sinks):
     sinks = torch.linspace(-2, 3, 4) if with_sinks else None
     ours, stock, exact = run_both(
-        torch.float32,
-        isa,
-        [9, 1, 64],
-        [100, 31, 0],
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
+        torch.float32, isa, [9, 1, 64], [100, 31, 0], window=window, softcap=softcap, sinks=sinks
     )
     assert (ours.double() - exact).abs().max() < 1e-5
     # the stock kernel computes softcaps with a fast tanh or exp

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import complete, engine, greedy, medusa, metric, random_prompts
+from support.engines import complete, engine, greedy, medusa, metric, random_prompts, worker_of
 from support.models import VOCAB, save_model
-from support.planted import planted
-from support.random_topologies import random_topologies
+from support.planted import planted, random_topologies
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
 from support.runner import ON_V2, on_v1
 from support.spies import Step, mean_accepted, mixed, recorded_steps
@@ -72,11 +71,6 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> Attended:
 
     monkeypatch.setattr(cuda_attention, "paged_tree_attention", spy)
     return seen
-
-
-def worker_of(llm: LLM) -> Any:
-    core: Any = llm.llm_engine.engine_core
-    return core.engine_core.model_executor.driver_worker.worker
 
 
 def causal_mask(patch: pytest.MonkeyPatch) -> None:

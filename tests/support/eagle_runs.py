@@ -1,25 +1,62 @@
-"""Runs of a `Case` on an engine: against vLLM's own chain, and with planted future tokens."""
+"""A target with an EAGLE-3 drafter for its outputs, and runs of it on an engine.
+
+Runs are compared with vLLM's own chain, and plant future tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from vllm import LLM
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from support.eagle_case import TOKENS, Case
+from support.eagle import Eagle3, trained_drafter
 from support.eagle_steps import assert_dense, recorded_trees
-from support.engines import complete, engine, greedy, metric, random_prompts
-from support.models import VOCAB
+from support.engines import Prompt, complete, engine, greedy, metric, random_prompts
+from support.models import STOPS, VOCAB, save_model
 from support.planted import planted
 from support.reference import differing
 from support.runner import sized
 from support.spies import mean_accepted, recorded_steps
+
+LAYERS = (1, 2, 3)
+LEARNED, TOKENS = 12, 32
+
+
+@dataclass
+class Case:
+    target: str
+    model: Any
+    drafter: Eagle3
+    folder: str
+    prompts: list[Prompt]  # whose greedy outputs the drafter memorized
+    outputs: list[list[int]]
+
+
+def make_case(folder: Path) -> Case:
+    target = save_model(folder / "target", "Llama", eos_token_id=list(STOPS), num_hidden_layers=4)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    prompts = random_prompts(LEARNED, VOCAB, shortest=8, longest=8)
+    texts = model.generate(
+        torch.tensor(prompts), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
+    )
+    made = folder / "drafter"
+    drafter = trained_drafter(target, model, texts, 8, LAYERS, made, draft_vocab=200, depth=2)
+    return Case(target, model, drafter, str(made), prompts, texts[:, 8:].tolist())
+
+
+def eagle_config(case: Case, tree: Any, **options: Any) -> dict[str, Any]:
+    noise = {"shared_noise": False}  # confidences are then the drafter's own
+    return {"method": "eagle3", "model": case.folder, "tree": tree, **noise, **options}
+
 
 # Shared prefixes for the prefix cache, and prompts longer than a step.
 LONG = [
@@ -72,12 +109,7 @@ def run(case: Case, llm: LLM, plain: Any, every: int, some: slice = slice(None))
 
 
 def assert_chain_of_vllm(
-    case: Case,
-    stock: dict[str, Any],
-    ours: dict[str, Any],
-    *,
-    plant: bool = False,
-    **options: Any,
+    case: Case, stock: dict[str, Any], ours: dict[str, Any], *, plant: bool = False, **options: Any
 ) -> None:
     """Token for token, drafts included, in an all-greedy batch, with chains of 3.
 

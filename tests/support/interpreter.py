@@ -20,7 +20,8 @@ from support.pytest_process import run_pytest
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 IN_INTERPRETER = pytest.mark.skipif(
-    not INTERPRETING, reason="runs in a process whose Triton interprets (test_interpreted.py)"
+    not INTERPRETING,
+    reason="runs in a process whose Triton interprets (unit/test_other_processes.py)",
 )
 NOT_INTERPRETING = pytest.mark.skipif(INTERPRETING, reason="this process interprets Triton")
 

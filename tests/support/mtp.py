@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from support import mla
 from support.eagle import Eagle1, features_of
-from support.eagle_case import LEARNED, TOKENS, Case
+from support.eagle_runs import LEARNED, TOKENS, Case
 from support.engines import random_prompts
 from support.models import COMMON, STOPS, VOCAB, save_model
 

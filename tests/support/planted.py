@@ -1,7 +1,8 @@
-"""An oracle proposer: it plants the plain engine's tokens on random tree paths.
+"""Drafts that no heads would choose: planted tokens, planted copies, random topologies.
 
-Trained heads rarely accept long paths off the first branch; this makes every step do so, which
-moves KV. The rest of the tree is filled with random tokens.
+Trained heads rarely accept long paths off the first branch. `planted` puts the plain engine's
+tokens on random tree paths, so that every step accepts such a path, which moves KV. The rest of the
+tree is filled with random tokens.
 """
 
 from __future__ import annotations
@@ -9,9 +10,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
 
 from support.after_drafting import Drafted, after_drafting
+from vllm_medusa.lookup import lookup
 from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.draft_trees import DraftTrees
+
+_LAST = 6  # tokens that identify a position in a text
 
 
 @contextmanager
@@ -62,11 +72,7 @@ def _planting(
 
 
 def plant(
-    tree: TokenTree,
-    future: Sequence[int],
-    tokens: Sequence[int],
-    rng: random.Random,
-    miss: float,
+    tree: TokenTree, future: Sequence[int], tokens: Sequence[int], rng: random.Random, miss: float
 ) -> tuple[list[int], bool]:
     """Drafts: ``future`` on a random leaf's path, any ``tokens`` elsewhere; and if it has to move.
 
@@ -86,3 +92,50 @@ def _leaf_paths(tree: TokenTree) -> list[list[int]]:
     for node, parent in enumerate(tree.parents[1:], 1):
         down.append([*down[parent], node])
     return [down[leaf] for leaf in sorted(set(range(tree.num_nodes)) - set(tree.parents))]
+
+
+class PlantedCopies:
+    """Replaces what lookup finds by the continuations of known texts, which are sometimes wrong."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], shift: int = 0) -> None:
+        """Store complete ``texts``; planted tokens are ``shift`` positions off."""
+        self._rng, self._shift = random.Random(0), shift
+        self._after = {
+            tuple(text[end - _LAST : end]): list(text[end:])
+            for text in texts
+            for end in range(_LAST, len(text))
+        }
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(lookup, "continuations", self._of_batch)
+
+    def _of_batch(self, texts: Any, rows: Any, lengths: Any, count: int) -> tuple[Any, Any]:
+        matched, found = np.zeros(len(rows), np.int64), np.full((len(rows), count), -1)
+        for place, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+            future = self._after.get(tuple(texts[row, length - _LAST : length].tolist()))
+            if future is not None:
+                future = future[self._shift :][:count]
+                tokens = [token if self._rng.random() < 0.98 else 3 for token in future]
+                matched[place], found[place, : len(tokens)] = 20, tokens
+        if isinstance(texts, torch.Tensor):
+            return torch.from_numpy(matched), torch.from_numpy(found)
+        return matched, found
+
+
+def random_topologies(patch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
+    """Random parents-first candidates, new ones for every request and step; returns them all."""
+    generator = torch.Generator().manual_seed(0)
+    seen: set[tuple[int, ...]] = set()
+
+    def best(self: DraftTrees, num_nodes: int) -> DraftTrees:
+        place = torch.rand(self.log_survival.shape, generator=generator)
+        for node in range(1, place.shape[1]):  # no node before its parent
+            above = place.gather(1, self.parents[:, node, None]).squeeze(1)
+            place[:, node] = torch.maximum(place[:, node], above)
+        place[:, 0] = -1
+        order = place.masked_fill(self.log_survival.isinf(), 2.0).sort(dim=-1, stable=True).indices
+        seen.update(map(tuple, order[:, :num_nodes].tolist()))
+        return self.nodes(order[:, :num_nodes]).padded(num_nodes)
+
+    patch.setattr(DraftTrees, "best", best)
+    return seen

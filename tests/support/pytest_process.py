@@ -1,4 +1,10 @@
-"""Run tests in another pytest process, whose Triton, runner or vLLM differs from this one's."""
+"""Run tests in another pytest process, whose Triton, runner or vLLM differs from this one's.
+
+Engines use vLLM's V2 model runner if Triton's interpreter is enabled before vLLM is imported
+(`support.triton_on_cpu`). To run any test that way manually:
+
+    PYTHONPATH=tests python -m pytest -p support.triton_on_cpu tests/e2e/test_equality.py
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
+MARKS_ON_V2 = [
+    pytest.mark.engine,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+]
 
 
 def run_pytest(*arguments: str, environment: Mapping[str, str] | None = None) -> None:
@@ -24,3 +38,10 @@ def run_pytest(*arguments: str, environment: Mapping[str, str] | None = None) ->
     summary = done.stdout.strip().rpartition("\n")[2]
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert re.search(r"\b[1-9]\d* passed", summary) and "skipped" not in summary, summary
+
+
+def run_on_v2(*selected: str) -> None:
+    """Run these files and tests; each must exist, and none may fail or be skipped."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
+    plugin = ("-p", "support.triton_on_cpu", "--timeout", "900")
+    run_pytest(*plugin, *selected, environment={"PYTHONPATH": path})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm import LLM
 
@@ -68,3 +69,29 @@ def differing(expected: Sequence[Completion], got: Sequence[Completion]) -> list
     """Indices of requests whose outcome differs in any respect."""
     assert len(expected) == len(got)
     return [i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
+
+
+@dataclass(frozen=True)
+class Plain:
+    prompts: Sequence[Prompt]
+    outputs: list[tuple[int, ...]]
+    logprobs: list[list[dict[int, Any]]]  # of the best few tokens, per request
+
+    def gaps(self, got: Sequence[Sequence[int]]) -> list[float]:
+        """How much less likely (in nats) our token was at each first difference; inf: unlisted."""
+        found = []
+        for ours, output, logprobs in zip(got, self.outputs, self.logprobs, strict=True):
+            assert len(ours) == len(output)
+            for token, best, options in zip(ours, output, logprobs, strict=True):
+                if token != best:
+                    far = float("inf")
+                    other = options[token].logprob if token in options else -far
+                    found.append(options[best].logprob - other)
+                    break
+        return found
+
+
+def run_plain(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> Plain:
+    outputs = generate(llm, prompts, greedy(max_tokens, logprobs=5))
+    parts = [output.outputs[0] for output in outputs]
+    return Plain(prompts, [tuple(p.token_ids) for p in parts], [p.logprobs for p in parts])

@@ -17,8 +17,7 @@ from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.no_waiting import watched
 from support.outcomes import Outcome, assert_same, by_seed, one_of_each, outcomes
-from support.planted import planted, planted_by_seed
-from support.random_topologies import random_topologies
+from support.planted import planted, planted_by_seed, random_topologies
 from support.reference import Reference, differing, plain_greedy
 from support.runner import ON_V2, async_scheduling, on_v1
 from support.spies import mean_accepted, recorded_steps, tree_rows

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.eagle_case import Case, eagle_config
+from support.budgets import scheduler_of
+from support.eagle_runs import Case, eagle_config
 from support.eagle_steps import assert_dense, recorded_trees
-from support.engines import Completion, complete, engine, greedy, metric, random_prompts
+from support.engines import Completion, complete, engine, greedy, metric, random_prompts, worker_of
 from support.models import VOCAB
 from support.no_waiting import watched
-from support.planted import planted
-from support.planted_copies import PlantedCopies
+from support.planted import PlantedCopies, planted
 from support.reference import differing
 from support.runner import ON_V2, async_scheduling
 from support.spies import mean_accepted, recorded_steps, tree_rows
@@ -56,8 +56,7 @@ def plain(case: Case) -> list[Completion]:
 def llm(case: Case, plain: object) -> Iterator[LLM]:
     tree = eagle_config(case, {"width": 3, "depth": DEPTH}, budget=7, lookup=True)
     with triton_attention_on_cpu(), async_scheduling(), engine(case.target, tree, **SMALL) as llm:
-        core: Any = llm.llm_engine.engine_core
-        assert isinstance(core.engine_core.scheduler, AsyncScheduler)
+        assert isinstance(scheduler_of(llm), AsyncScheduler)
         yield llm
 
 
@@ -121,8 +120,7 @@ def test_control_visible_siblings(
 
 def test_warm_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before graph capture levels attend in parts and whole; the cache is unchanged."""
-    core: Any = llm.llm_engine.engine_core
-    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = worker_of(llm).model_runner
     speculator = runner.speculator
     layers = speculator.vllm_config.compilation_config.static_forward_context
     cache = layers[speculator.drafter.draft_attn_groups[0].layer_names[0]].kv_cache

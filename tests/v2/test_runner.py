@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.assets import HEADS, TARGET
 from support.budgets import policy_of
-from support.engines import complete, engine, greedy, medusa, metric
+from support.engines import complete, engine, greedy, medusa, metric, worker_of
 from support.metrics import counts, drafted_and_accepted
 from support.models import VOCAB, save_config
 from support.no_waiting import NoWaiting, watched
@@ -225,8 +225,7 @@ def test_start_up_allocates_the_logits_of_all_nodes(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise memory profiling would allocate one row of logits per request."""
-    core: Any = llm.llm_engine.engine_core
-    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = worker_of(llm).model_runner
     rows: list[int] = []
     compute = runner.model.compute_logits
 

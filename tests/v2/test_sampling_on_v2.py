@@ -5,9 +5,9 @@ No refusals: they happen before a runner is built, with the same messages for bo
 
 from __future__ import annotations
 
-from support.on_v2 import MARKS, run_on_v2
+from support.pytest_process import MARKS_ON_V2, run_on_v2
 
-pytestmark = MARKS
+pytestmark = MARKS_ON_V2
 
 
 def test_on_v2() -> None:

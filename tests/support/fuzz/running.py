@@ -18,7 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from support.assets import TARGET, VOCAB
-from support.budgets import fickle
+from support.budgets import fickle, scheduler_of
 from support.eagle import Eagle1
 from support.engines import engine, metric
 from support.fuzz.cases import ADAPTERS, MAX_MODEL_LEN, STOPS, EngineCase, RequestCase
@@ -124,11 +124,10 @@ def run_with_trees(
             engine(models.target, config, skip_tokenizer_init=False, max_model_len=MAX_MODEL_LEN,
                    **case.options, **case.shared)
         )  # fmt: skip
-        scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
         if case.fickle:
             fickle(patch, llm)
         if case.greedy and "budget" in case.speculation:
-            patch.setattr(scheduler, "_free_slots", lambda: 1 << 20)
+            patch.setattr(scheduler_of(llm), "_free_slots", lambda: 1 << 20)
         stack.enter_context(planted_by_seed(known, VOCAB, seed=case.seed, miss=case.miss))
         try:
             run.answers = drive(llm, models, case, requests)

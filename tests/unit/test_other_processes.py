@@ -1,6 +1,7 @@
-"""The kernels also compile with another release of Triton: GPU builds of torch bring their own.
+"""All kernels in other processes: in Triton's interpreter, and compiled by another release.
 
-`VARIABLE` is a folder that contains it (`pip install --no-deps --target FOLDER triton==3.6.0`).
+GPU builds of torch bring their own Triton: `VARIABLE` is a folder that contains one
+(`pip install --no-deps --target FOLDER triton==3.6.0`).
 """
 
 import os
@@ -10,14 +11,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.interpreter import NOT_INTERPRETING, run_interpreting
 
 VARIABLE = "VLLM_MEDUSA_TEST_TRITON"
 ROOT = Path(__file__).parents[2]
-FILES = sorted(str(path) for path in ROOT.glob("tests/unit/*/test_kernel.py"))
+FILES = sorted(map(str, ROOT.glob("tests/unit/*/test_kernel.py")))
+
+
+@NOT_INTERPRETING
+def test_interpreted():
+    pytest.importorskip("triton")
+    on_gpu = sorted(map(str, ROOT.glob("tests/gpu/test_[dt]*.py")))
+    run_interpreting("TestInterpreted", *on_gpu, *FILES)
 
 
 @pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} is not set")
-def test_all_kernels_compile():
+def test_other_triton():
     folder = str(Path(os.environ[VARIABLE]).resolve())
     path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     which = "import pytest, triton; print(triton.__file__); raise SystemExit(pytest.main())"
