@@ -102,12 +102,11 @@ def check(options: AdaptOptions, progress: Progress) -> Plan:
     _check_disk(options, files, states)
     seconds = work.seconds(eager=eager)
     about = {name: duration(time) for name, time in seconds.items()}
-    texts = options.samples * len(lengths)
-    batch = min(options.batch, options.engine_args.get("max_num_seqs") or options.batch, texts)
+    texts, batch = options.samples * len(lengths), work.batch
     memory = "" if engine.memory is None else f", {engine.memory / 1e9:.1f} GB of memory"
     progress.note(
-        f"about {duration(sum(seconds.values()))} in all; up to {(files + states) / 1e9:.2g} GB of "
-        f"disk in {options.work_folder}\n"
+        f"about {duration(sum(seconds.values()))} for new stages; up to "
+        f"{(files + states) / 1e9:.2g} GB of disk in {options.work_folder}\n"
         f"  dtype    {options.dtype}{f' ({why})' * bool(why)}\n"
         f"  distill  {texts} texts of up to {options.max_tokens} new tokens (prompts: "
         f"{work.prompts} tokens), {batch} at a time by vLLM "
@@ -116,7 +115,7 @@ def check(options: AdaptOptions, progress: Progress) -> Plan:
         f"{about['train']}\n"
         f"  compare  vLLM with it against plain vLLM: about {about['compare']}"
     )
-    if work.written < _FEW_TOKENS:
+    if work.written < _FEW_TOKENS and options.heads.start_heads is None:
         progress.warn(
             f"{plural(texts, 'text')} with at most {work.written} new tokens are few to train on, "
             "so tokens per step will be low. Use more prompts, --samples or --max-tokens."
@@ -235,6 +234,7 @@ class Work:
     Attributes:
         prompts: number of prompt tokens, with ``samples`` texts per prompt.
         written: max number of answer tokens.
+        batch: max number of concurrent texts.
 
     """
 
@@ -249,6 +249,10 @@ class Work:
         self.options, self.sizes = options, sizes
         self.hidden, self.vocab = target.get("hidden_size") or 0, target.get("vocab_size") or 0
         wholes = [(min(n.whole, room), min(n.positions(options.max_tokens), room)) for n in lengths]
+        texts, seqs = options.samples * len(wholes), options.engine_args.get("max_num_seqs")
+        self.batch = min(options.batch, texts)
+        if isinstance(seqs, int) and seqs > 0:
+            self.batch = min(self.batch, seqs)
         self.prompts = options.samples * sum(before for before, _ in wholes)
         self.written = options.samples * sum(after - before for before, after in wholes)
 
@@ -263,9 +267,8 @@ class Work:
         """Bytes of all files except hidden states, and bytes of hidden states."""
         options, tokens = self.options, self.prompts + self.written
         heads = options.heads
-        files = (
-            self.head_values(self.vocab if heads.own_lm_heads else 0) * 4 * 6
-        )  # state, copies, result
+        values = self.head_values(self.vocab if heads.own_lm_heads else 0)
+        files = 4 * 6 * values  # state, copies, result
         files += 2 * self.sizes.weights * (options.method == "medusa-2")
         files += 2 * tokens * _RECORD_BYTES
         width = 4 if options.dtype in ("auto", "float32") else 2
@@ -277,14 +280,14 @@ class Work:
         options, start = self.options, start_seconds({"enforce_eager": eager})
         flops, bandwidth = _speeds(options.dtype)
         token = 2 * self.sizes.values / flops  # seconds per token of the target, in large batches
-        step = max(self.sizes.weights / bandwidth, options.batch * token)
+        step = max(self.sizes.weights / bandwidth, self.batch * token)
         row = 6 * self.head_values(min(self.vocab, 16_384)) / flops
         read, epochs = (self.prompts + self.written) * token, options.training.epochs
         if options.method == "medusa-2":  # forward passes of both targets, backward of one
             read *= 1 + _JOINT_PASSES * options.joint.joint_epochs
             epochs += options.joint.joint_epochs
         return {
-            "distill": start + self.prompts * token + self.written / options.batch * step,
+            "distill": start + self.prompts * token + self.written / self.batch * step,
             "train": read + epochs * self.written * row,
             "compare": options.measure_seconds + 4 * start_seconds({"enforce_eager": True}),
         }

@@ -219,10 +219,10 @@ def conclusion(document: dict[str, Any]) -> list[str]:
             f"{different} of {requests} requests differ from plain vLLM's, the first "
             f"({first['request_id']}) at token {first['position']}."
         ]
-        said.append(
-            "This must not happen in float32: please report it."
+        said[0] += (
+            " This must not happen in float32: please report it."
             if dtype == "float32"
-            else f"In {dtype} rounding depends on the number of rows, in plain vLLM too, so "
+            else f" In {dtype} rounding depends on the number of rows, in plain vLLM too, so "
             "near-ties may be resolved differently."
         )
     best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
@@ -240,5 +240,7 @@ def conclusion(document: dict[str, Any]) -> list[str]:
     automatic = document[AUTOMATIC]["ratio"]
     said.append(f"Automatic trees reach {automatic:.2f}x.")
     if document["engine_args"].get("enforce_eager"):
-        said.append("Measured eagerly; compiled, which is vLLM's default, the ratios differ.")
+        said.append(
+            "Both engines ran eagerly; with torch.compile, vLLM's default, ratios may differ."
+        )
     return said
