@@ -27,7 +27,7 @@ def policy_of(llm: LLM) -> AutoBudget:
 def verify_all(patch: pytest.MonkeyPatch, policy: AutoBudget, per_request: int = 255) -> None:
     """Draft the maximum, and verify as much as there is room for."""
 
-    def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:
+    def counts(drafts: list[Drafted], requests: int, room: int, **_: Any) -> list[int]:
         return best([each.survival for each in drafts], min(room, per_request * requests))
 
     patch.setattr(policy, "counts", counts)
@@ -50,7 +50,7 @@ def fickle(
     if preempting:
         patch.setattr(scheduler_of(llm), "_free_slots", lambda: 1 << 20)
 
-    def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:
+    def counts(drafts: list[Drafted], requests: int, room: int, **_: Any) -> list[int]:
         survival = [each.survival for each in drafts]
         maximum = max(0, min(sum(map(len, survival)), room, max_each * requests))
         taken.append(int(generator.integers(0, maximum + 1)))

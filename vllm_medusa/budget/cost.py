@@ -1,8 +1,8 @@
 """The cost of a step, estimated while serving.
 
-    ms = speed * (plain(rows) + trees(draft nodes) + share of the heads * heads(requests))
+    ms = speed * (plain(rows) + trees(draft nodes) + heads(requests) * limits(max nodes drafted))
 
-Each of the three is a curve through knots. A knot is a running estimate: the more observations it
+Each of the four is a curve through knots. A knot is a running estimate: the more observations it
 has, the less a new one moves it, and old observations count less (a Kalman filter with a diagonal
 covariance). A curve's value at a knot is the mean of this knot, its neighbors and the whole curve,
 weighted by certainty and distance: a count that was slow once, or that has not run for long,
@@ -33,7 +33,8 @@ _DRIFT = 0.0005  # growth of a knot's variance per second
 _SPEED_SECONDS = 10.0  # in which the logarithm of the speed falls to 1 / e
 _MAX_ERROR = 3.0  # standard deviations; clips a single step's error
 _STREAK = 4  # consecutive clipped steps of one sign that mean a change of the machine
-_FIRST_HEAD = 0.3  # share of the heads' time that is fixed
+_MAX_LIMIT = 256  # draft nodes per request
+_POWER = 0.5  # of the limit that the heads' time is assumed to grow with
 
 
 class _Curve:
@@ -77,6 +78,10 @@ class _Curve:
             return float(self.values[knot])
         return math.exp(self.prior[knot] + self.offset[knot])
 
+    def own_at(self, count: int) -> float:
+        """The interpolated estimate of the knots beside a count."""
+        return sum(weight * self.own(knot) for knot, weight in self.beside(count))
+
     def beside(self, count: int) -> list[tuple[int, float]]:
         """The knots on both sides of a count, and their interpolation weights."""
         right = min(max(bisect_right(self._list, count), 1), len(self._list) - 1)
@@ -107,58 +112,75 @@ class _Curve:
 class StepCost:
     """Milliseconds of a step.
 
-    A step has ``rows`` in total: one for each request, the others are draft nodes. ``heads``
-    is the share of the heads that ran at its end, for the drafts of the next step.
+    A step has ``rows`` in total: one for each request, the others are draft nodes. ``limit`` is
+    the max number of nodes that the heads drafted for each request at its end; 0: none ran.
     """
 
     def __init__(self, max_rows: int = 1024) -> None:
         self.max_rows = max_rows
         self.steps = 0  # observed
         self.surprises = 0  # changes of the machine detected
-        self._plain, self._trees, self._heads = self._curves = (
+        self._plain, self._trees, self._heads, self._limits = self._curves = (
             _Curve(max_rows, 1.0),
             _Curve(max_rows, 0.05),
-            _Curve(max_rows, 0.1),
+            _Curve(max_rows, 0.04),  # at a limit of 1
+            _Curve(_MAX_LIMIT, 1.0),  # a factor
         )
+        self._limits.prior = _POWER * np.log(self._limits.knots)
         self._log_speed = 0.0
         self._streak = 0  # consecutive outliers; negative: too fast
         self._seconds = 0.0  # since knot variances last grew
 
-    def ms(self, rows: Any, requests: int, heads: Any) -> Any:
-        """Expected time of a step, or of n steps with ``rows`` [n] and ``heads``, one or [n]."""
+    def ms(self, rows: Any, requests: int, limit: Any) -> Any:
+        """Expected time of a step, or of n steps with ``rows`` [n] and ``limit``, one or [n]."""
         rows = np.asarray(rows)
         found = self._at(self._plain, rows) * np.maximum(rows / self.max_rows, 1.0)
-        found = found + np.where(rows > requests, self._at(self._trees, rows - requests), 0.0)
-        running = np.where(np.greater(heads, 0), _of_heads(np.asarray(heads)), 0.0)
-        found = found + running * self._at(self._heads, requests)
+        drafting = np.where(np.greater(limit, 0), self._at(self._limits, limit), 0.0)
+        found = found + drafting * self._at(self._heads, requests)
+        return math.exp(self._log_speed) * found + self.trees_ms(rows - requests)
+
+    def trees_ms(self, nodes: Any) -> Any:
+        """Expected time that draft nodes, one number or [n], add to that of their rows."""
+        found = np.where(nodes > 0, self._at(self._trees, nodes), 0.0)
         return math.exp(self._log_speed) * found
 
     def plain_ms(self, requests: int) -> float:
         """Expected time of a step without drafts and heads."""
         return self._scalar(self._plain, requests) * math.exp(self._log_speed)
 
-    def observe(self, rows: int, requests: int, heads: float, ms: float) -> float | None:
+    def observe(self, rows: int, requests: int, limit: int, ms: float) -> float | None:
         """Update from a step; return its expected milliseconds.
 
         None if it was not used, for lack of requests or time.
         """
         if not (0 < ms < math.inf and 0 < requests <= rows):
             return None
+        nodes = rows - requests
         parts = [(self._plain, rows, 1.0)]
-        parts += [(self._trees, rows - requests, 1.0)] if rows > requests else []
-        parts += [(self._heads, requests, float(_of_heads(heads)))] if heads > 0 else []
+        parts += [(self._trees, nodes, 1.0)] if nodes else []
+        if limit > 0:
+            heads, factor = self._heads.own_at(requests), self._limits.own_at(limit)
+            parts.append((self._heads, requests, factor))
         slopes = [  # d time / d log(knot)
             (curve, knot, weight * factor * curve.own(knot))
             for curve, count, factor in parts
             for knot, weight in curve.beside(count)
         ]
         total = sum(slope for _, _, slope in slopes)
+        if limit > 0:
+            slopes += [
+                (self._limits, knot, weight * heads * self._limits.own(knot))
+                for knot, weight in self._limits.beside(limit)
+            ]
         error = math.log(ms / total) - self._log_speed
         if self.steps == 0:
-            for curve in self._curves:
+            for curve in (self._plain, self._trees, self._heads):
                 curve.scale(error)
             error = 0.0
-        expected = sum(factor * self._scalar(curve, count) for curve, count, factor in parts)
+        expected = self._scalar(self._plain, rows)
+        expected += self._scalar(self._trees, nodes) if nodes else 0.0
+        if limit > 0:
+            expected += self._scalar(self._heads, requests) * self._scalar(self._limits, limit)
         expected *= math.exp(self._log_speed)
         self.steps += 1
         self._age(ms / 1e3)
@@ -214,7 +236,10 @@ class StepCost:
             "max_rows": self.max_rows,
             "steps": self.steps,
             "log_curves": [
-                (np.log(curve.values) + self._log_speed).round(5).tolist() for curve in self._curves
+                (np.log(curve.values) + self._log_speed * (curve is not self._limits))
+                .round(5)
+                .tolist()
+                for curve in self._curves
             ],
         }
 
@@ -237,7 +262,3 @@ class StepCost:
         if not (np.abs(numbers) < 50).all() or cost.steps < 1:
             raise ValueError(f"not a step-cost document ({cost.steps} steps)")
         return cost
-
-
-def _of_heads(share: Any) -> Any:
-    return _FIRST_HEAD + (1.0 - _FIRST_HEAD) * share

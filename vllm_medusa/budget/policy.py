@@ -34,6 +34,7 @@ _MEASURED_STEPS, _MIN_SPEED = 128, 0.97  # window, and speed below which draftin
 _AT_REST_MS = 100.0  # interval of cost updates, and of decisions, while drafting is off
 _DRAFTS_MS = 25.0  # the same of acceptance updates, while drafting is on
 _LEARN_STEPS = 64  # steps after start-up or a change, all used for updates
+_PROMPT_KEEP = 0.9  # decay of the time of a prompt's rows, per step with a prefill
 _REST_MS = (4e3, 60e3)  # pause of the heads after a failure, doubling
 
 
@@ -43,11 +44,13 @@ class FixedBudget:
     def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts
 
-    def limit(self, requests: int, room: int, prefills: float = 0.0) -> int:
+    def limit(self, requests: int, room: int, full: float = 0.0) -> int:
         """The maximum."""
         return self.max_drafts
 
-    def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
+    def counts(
+        self, drafts: Sequence[Drafted], requests: int, room: int, *, prefill: bool = False
+    ) -> list[int]:
         """How many of each request's drafts to verify: all, or the likeliest if room is short."""
         return best([draft.survival for draft in drafts], room)
 
@@ -132,6 +135,7 @@ class AutoBudget:
         self._learned_requests = 0
         self._learned_steps = 0  # since start-up or a change of the machine
         self._drafts_at, self._drafts_learned = -math.inf, 0  # ms of steps; updates of acceptance
+        self._prompts, self._prompt_ms = np.zeros(2), 0.0  # ms and rows of prompts; ms of a row
         self._table: tuple[Any, list[float]] = (None, [])  # step times by number of nodes
 
     @property
@@ -144,13 +148,13 @@ class AutoBudget:
         """Whether to search for drafts that need no heads, by the last plan."""
         return self._plan is not None and self._plan.forced_pay
 
-    def limit(self, requests: int, room: int, prefills: float = 0.0) -> int:
+    def limit(self, requests: int, room: int, full: float = 0.0) -> int:
         """Max nodes to draft per request at the end of this step.
 
         Args:
             requests: expected to decode in the next step.
             room: rows for draft nodes in it.
-            prefills: fraction of recent steps with a prefill, whose drafts are not verified.
+            full: fraction of recent steps that prefills filled, so that no drafts were verified.
 
         """
         if requests < 1 or room < 1 or not self.limits:
@@ -162,7 +166,7 @@ class AutoBudget:
         plan = self.plan(requests, room)
         if not plan.limit or self._now < self._rest_until:
             return 0
-        self._decide(plan, prefills)
+        self._decide(plan, full)
         if not self.drafting:
             self._idle += requests
         if self._trial_left:
@@ -180,16 +184,19 @@ class AutoBudget:
         self._at_rest = requests, room
         return 0
 
-    def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
+    def counts(
+        self, drafts: Sequence[Drafted], requests: int, room: int, *, prefill: bool = False
+    ) -> list[int]:
         """How many of each request's drafts to verify: those whose gain exceeds their cost."""
         believed = [self.acceptance.believed(draft) for draft in drafts]
         gain = itertools.accumulate(sorted(itertools.chain.from_iterable(believed), reverse=True))
-        return best(believed, self.total(list(gain), requests, room))
+        return best(believed, self.total(list(gain), requests, room, prefill=prefill))
 
-    def total(self, gain: list[float], requests: int, room: int) -> int:
+    def total(self, gain: list[float], requests: int, room: int, *, prefill: bool = False) -> int:
         """Total nodes to verify, from the gain [K] of the best 1, 2, .. of them.
 
         A node's value is its probability minus its time, priced at the rate of the best plan.
+        Beside a prefill, which is compute-bound, a node takes as long as a row of a prompt.
         """
         gain = gain[: max(room, 0)]
         if requests < 1 or not gain:
@@ -197,23 +204,34 @@ class AutoBudget:
         if self._trial_left and self._trial[0]:
             return min(self._trial[1], len(gain))
         plan = self.plan(requests, room)
-        heads = self.share_of(plan.limit) if self.drafting else 0.0
+        limit = self.work(plan.limit) if self.drafting else 0
         rate = max(plan.rate if self.drafting else 0.0, plan.rate_without)
         version = self.cost.steps if self._learned_steps < _LEARN_STEPS else self._planned_at
-        key, times = (version, requests, heads), self._table[1]
+        row_ms = self._prompt_ms if prefill else None
+        key, times = (version, requests, limit, row_ms), self._table[1]
         if self._table[0] != key or len(times) <= len(gain):
             nodes = np.arange(1 + max(len(gain), min(plan.room, 2 * len(gain) + 16)))
-            times = self.cost.ms(requests + nodes, requests, heads).tolist()
+            if prefill:
+                times = (self.cost.trees_ms(nodes) + self._prompt_ms * nodes).tolist()
+            else:
+                times = self.cost.ms(requests + nodes, requests, limit).tolist()
             self._table = key, times
         worth = [value - rate * ms for value, ms in zip([0.0, *gain], times, strict=False)]
         return worth.index(max(worth))
 
-    def share_of(self, limits: Any) -> Any:
-        """Share of the heads that must run to draft that many nodes per request."""
-        return np.minimum(limits, self.top_limit) / max(self.top_limit, 1)
+    def pays_beside_prefill(self, limit: int, requests: int) -> bool:
+        """Whether to verify every request's best ``limit`` nodes in a step with a prefill."""
+        nodes = limit * requests
+        gain = requests * self.acceptance.even_gain(self._known(limit))
+        ms = float(self.cost.trees_ms(nodes)) + self._prompt_ms * nodes
+        return gain > ms * self.plan(requests, nodes).rate
+
+    def work(self, limits: Any) -> Any:
+        """Limits that determine the time of drafting: above `top_limit` it is the same."""
+        return np.minimum(limits, self.top_limit)
 
     def observe(
-        self, rows: int, requests: int, heads: float, ms: float, tokens: float = 0.0
+        self, rows: int, requests: int, limit: int, ms: float, tokens: float = 0.0
     ) -> float | None:
         """Record the time and tokens of a step; see `StepCost.observe`.
 
@@ -224,7 +242,7 @@ class AutoBudget:
             self._at_rest is not None
             and self._learned_steps >= _LEARN_STEPS
             and rows == requests == self._learned_requests
-            and not heads
+            and not limit
             and 0 < ms < _AT_REST_MS
             and self._now - self._learned_at < _AT_REST_MS
         ):
@@ -233,7 +251,7 @@ class AutoBudget:
             return None
         self._at_rest = None
         surprises = self.cost.surprises
-        expected = self.cost.observe(rows, requests, heads, ms)
+        expected = self.cost.observe(rows, requests, int(self.work(limit)), ms)
         self._learned_steps = 1 + self._learned_steps if surprises == self.cost.surprises else 0
         if not self._learned_steps:
             self._drafts_learned = 0
@@ -252,6 +270,19 @@ class AutoBudget:
             self._plain = keep * self._plain + plain * tokens / requests
             self._measured += 1
         return expected
+
+    def observe_prefill(
+        self, prompt_rows: int, nodes: int, requests: int, limit: int, ms: float
+    ) -> None:
+        """Record a step with a prefill of ``prompt_rows``, excluding one row for each request."""
+        if prompt_rows < 1 or not 0 < ms < 1e6:
+            return
+        if self.cost.steps:
+            rest = self.cost.ms(requests + nodes, requests, self.work(limit))
+            ms = max(ms - float(rest), 0.0)
+        self._prompts *= _PROMPT_KEEP
+        self._prompts += ms, prompt_rows
+        self._prompt_ms = float(self._prompts[0] / self._prompts[1])
 
     def observe_drafts(
         self, drafts: Sequence[Drafted], verified: Sequence[int], accepted: Sequence[int]
@@ -286,7 +317,7 @@ class AutoBudget:
 
     def _compare(self, requests: int, room: int) -> Plan:
         limits, nodes, gain = self._choices(requests, room)
-        ms = self.cost.ms(requests + nodes, requests, self.share_of(limits))
+        ms = self.cost.ms(requests + nodes, requests, self.work(limits))
         rates = (requests + requests * gain) / ms
         without = limits == 0
         alone = float(rates[without].max())
@@ -294,8 +325,7 @@ class AutoBudget:
         if not without.all():
             place = int(np.where(without, 0.0, rates).argmax())
             limit, rate = int(limits[place]), float(rates[place])
-            share = self.share_of(limit)
-            heads = float(self.cost.ms(requests, requests, share) / ms[0])
+            heads = float(self.cost.ms(requests, requests, self.work(limit)) / ms[0])
         forced_pay = alone > FORCED_PAY * float(rates[0])
         arms = np.stack([limits, nodes, rates, ms], 1)
         return Plan(requests, room, limit, rate / alone, rate, alone, heads, forced_pay, arms)
@@ -326,9 +356,9 @@ class AutoBudget:
         """Convert a limit for `ExpectedAcceptance`."""
         return limit if limit < self.max_drafts else None
 
-    def _decide(self, plan: Plan, prefills: float) -> None:
+    def _decide(self, plan: Plan, full: float) -> None:
         """Start or stop drafting."""
-        gain = (1.0 - prefills) * (plan.ratio - 1.0) - prefills * (plan.heads - 1.0)
+        gain = (1.0 - full) * (plan.ratio - 1.0) - full * (plan.heads - 1.0)
         if not self.drafting:
             if 1.0 + gain > START:
                 self.drafting = True

@@ -10,7 +10,7 @@ from pathlib import Path
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.files import FileRefused, digest_json, read_json, write_json
 
-_FORMAT = 4
+_FORMAT = 5
 
 
 class CostStore:

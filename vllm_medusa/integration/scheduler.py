@@ -48,7 +48,7 @@ from vllm_medusa.tree.dynamic import Beam, DynamicTree
 _SAVE_SECONDS, _SAVE_IDLE_SECONDS = 60.0, 10.0  # an engine may end without notice
 _SAVE_STEPS = 50  # min new steps to write
 _REPORT_STEPS = 8  # plain steps per report
-_PREFILL_STEPS = 32  # window of the fraction of prefills
+_FULL_STEPS = 32  # window of the fraction of full steps
 _FORCED_EVERY = 4  # interval of searches for forced tokens while they do not pay off
 
 
@@ -84,7 +84,7 @@ class TreeScheduler(Scheduler):
         self._report = StepReport()
         # max nodes that heads drafted after the step of the last output; None: no limit
         self._limit_of_last: int | None = None
-        self._prefills = 0.0  # fraction of recent steps with a prefill
+        self._full = 0.0  # fraction of recent steps that prefills filled
         self._requests_wait = False  # some requests wait although there are free rows
         self._has_sessions = False  # some request takes more input later
         self._forced_turn = 0
@@ -132,7 +132,8 @@ class TreeScheduler(Scheduler):
             prefill = any(n != 1 + nodes.get(req_id, 0) for req_id, n in scheduled.items())
         else:
             prefill = rows != len(scheduled)
-        self._prefills += (prefill - self._prefills) / _PREFILL_STEPS
+        full = prefill and not nodes and rows >= self.max_num_scheduled_tokens
+        self._full += (full - self._full) / _FULL_STEPS
         self._requests_wait = bool(self.waiting) and rows < self.max_num_scheduled_tokens
         if self.policy is not None and not self.ahead:
             output.num_spec_tokens_to_schedule = self._limit(len(scheduled)) if scheduled else 0
@@ -162,7 +163,10 @@ class TreeScheduler(Scheduler):
         drafts = self._received(draft_token_ids)
         counts = [len(draft.token_ids) for draft in drafts.values()]
         if any(counts) and self.policy is not None:
-            counts = self.policy.counts([*drafts.values()], len(self.running), self._room())
+            room, prefill = self._room()
+            counts = self.policy.counts(
+                [*drafts.values()], len(self.running), room, prefill=prefill
+            )
         self._report.chosen = sum(counts)
         for draft, count in zip(drafts.values(), counts, strict=True):
             draft.request.spec_token_ids = draft.token_ids[:count]
@@ -258,7 +262,7 @@ class TreeScheduler(Scheduler):
         room = self.max_num_scheduled_tokens - requests
         if self.options.max_rows is not None:
             room = min(room, self.options.max_rows - requests)
-        return min(self.policy.limit(requests, room, self._prefills), allowed)
+        return min(self.policy.limit(requests, room, self._full), allowed)
 
     def _max_allowed(self) -> int:
         """Max draft nodes that any running request allows."""
@@ -332,7 +336,7 @@ class TreeScheduler(Scheduler):
             for name in message.req_ids
             if (request := self.requests.get(name)) is not None and request.use_structured_output
         ]
-        if not followers or not self._room():
+        if not followers or not self._room()[0]:
             return ()
         if self.policy.forced_pay:
             return set(followers)
@@ -340,8 +344,8 @@ class TreeScheduler(Scheduler):
         turn, rest = divmod(self._forced_turn, _FORCED_EVERY)
         return () if rest else (followers[turn % len(followers)],)
 
-    def _room(self) -> int:
-        """Rows of the next step that are left for drafts."""
+    def _room(self) -> tuple[int, bool]:
+        """Rows of the next step that are left for drafts, and whether it includes a prefill."""
         admits = len(self.running) < self.max_num_running_reqs and not self._requests_wait
         left, has_prefill = self.max_num_scheduled_tokens, False
         for request in itertools.chain(self.running, self.waiting if admits else ()):
@@ -349,12 +353,10 @@ class TreeScheduler(Scheduler):
             has_prefill |= rows > 1
             left -= rows
             if left <= 0:
-                return 0
-        if has_prefill and isinstance(self.policy, AutoBudget):
-            return 0  # the step is then compute-bound, where drafts rarely pay off
+                return 0, has_prefill
         if self.options.max_rows is not None:
             left = min(left, self.options.max_rows - len(self.running))
-        return max(0, min(left, self._free_slots()))
+        return max(0, min(left, self._free_slots())), has_prefill
 
     def _free_slots(self) -> int:
         """KV slots available for drafts without preempting a running request.
@@ -367,11 +369,15 @@ class TreeScheduler(Scheduler):
         return max(0, blocks - 2 * len(self.running)) * self.block_size
 
     def _learn_time(self, ended: tuple[Step, float] | None) -> None:
-        if ended is None or not isinstance(self.policy, AutoBudget) or ended[0].prefill:
+        if ended is None or not isinstance(self.policy, AutoBudget):
             return
         step, ms = ended
-        heads = float(self.policy.share_of(step.limit)) if step.limit else 0.0
-        expected = self.policy.observe(step.rows, step.requests, heads, ms, step.tokens)
+        if step.prefill:
+            nodes = sum(step.nodes.values())
+            prompt = step.rows - step.requests - nodes
+            self.policy.observe_prefill(prompt, nodes, step.requests, step.limit, ms)
+            return
+        expected = self.policy.observe(step.rows, step.requests, step.limit, ms, step.tokens)
         if expected is not None:
             self._report.time(ms, expected)
 
@@ -452,9 +458,14 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         """Number of drafts per running request in the next step."""
         assert self.policy is not None
         requests = len(self.running)
-        room = self._room() // max(requests, 1)
-        maximum = min(self.max_drafts, room, self._max_allowed())
-        return min(maximum, self.policy.limit(requests, requests * maximum)) if maximum else 0
+        room, prefill = self._room()
+        maximum = min(self.max_drafts, room // max(requests, 1), self._max_allowed())
+        if not maximum:
+            return 0
+        count = min(maximum, self.policy.limit(requests, requests * maximum))
+        if count and prefill and isinstance(self.policy, AutoBudget):
+            return count if self.policy.pays_beside_prefill(count, requests) else 0
+        return count
 
 
 def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> TreeScheduler:

@@ -36,10 +36,13 @@ SECONDS = 10.0  # no step starts later; the slow first step is not counted
 AGAIN = 0.3  # fraction of SECONDS if costs are known from an earlier start
 _PROMPT = (0, 1)
 # Requests, and their draft nodes, coarse first, each in two consecutive steps: the first with so
-# many rows is slow, and so is the first tree after plain steps, or vice versa.
+# many rows is slow, and so is the first tree after plain steps, or vice versa. Negative: so many
+# are drafted, and none verified, which separates the time of drafting from that of rows.
 _PLAN = (
     (1, (0, 4, 2, 8)),
     (4, (0, 2, 4)),
+    (1, (-1, -4, -16)),
+    (4, (-1, -4)),
     (16, (0, 1, 2)),
     (1, (4, 1, 3, 6, 12, 5, 16, 31)),
     (64, (1,)),
@@ -55,20 +58,20 @@ _FEW, _TURNS = 2, 3  # up to this number of requests, steps are timed three time
 class _Script(AutoBudget):
     """Verifies a scripted number of nodes, and records the times."""
 
-    nodes = 0  # per request in the next step
+    nodes = 0  # per request in the next step, as in `_PLAN`
     learns = False
 
-    def limit(self, requests: int, room: int, prefills: float = 0.0) -> int:
-        return min(self.nodes, self.max_drafts)
+    def limit(self, requests: int, room: int, full: float = 0.0) -> int:
+        return min(abs(self.nodes), self.max_drafts)
 
-    def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
-        return best([draft.survival for draft in drafts], min(self.nodes * requests, room))
+    def counts(
+        self, drafts: Sequence[Drafted], requests: int, room: int, *, prefill: bool = False
+    ) -> list[int]:
+        return best([draft.survival for draft in drafts], min(max(self.nodes, 0) * requests, room))
 
-    def observe(
-        self, rows: int, requests: int, heads: float, ms: float, tokens: float = 0.0
-    ) -> None:
+    def observe(self, rows: int, requests: int, limit: int, ms: float, tokens: float = 0.0) -> None:
         if self.learns:
-            self.cost.observe(rows, requests, heads, ms)
+            self.cost.observe(rows, requests, int(self.work(limit)), ms)
 
 
 class _Practice(TreeScheduler):
@@ -87,7 +90,7 @@ class _Practice(TreeScheduler):
         if self.options.tree.max_depth:
             super().update_draft_token_ids(draft_token_ids)
             return
-        nodes = min(self.policy.nodes, self._room() // max(len(self.running), 1))
+        nodes = min(self.policy.nodes, self._room()[0] // max(len(self.running), 1))
         for request in map(self.requests.get, draft_token_ids.req_ids):
             if request is not None and not request.is_prefill_chunk:
                 draft = Draft([], request=request, token_ids=[0] * nodes)
@@ -124,8 +127,8 @@ def measure_step_costs(worker: Any) -> None:
         "Medusa timed %d steps in %.1f s: one row takes %.1f ms, eight of one request %.1f ms.",
         cost.steps - known_steps,
         time.perf_counter() - begun,
-        cost.ms(1, 1, 0.0),
-        cost.ms(8, 1, 1.0),
+        cost.ms(1, 1, 0),
+        cost.ms(8, 1, scheduler.policy.work(7)),
     )
     if problem := scheduler.costs.save(cost):
         compat.logger.warning("Step costs can't be stored: %s", problem)
@@ -176,13 +179,13 @@ def _run(
         _step(worker, scheduler)
         in_time = _agreed(time.perf_counter() < end)
     before, teaches = None, False
-    twice = [count for count in nodes for _ in range(2)]
-    for now, script.nodes in pairwise((*twice, 0)):
+    repeated = [count for count in nodes for _ in range(2 if count >= 0 else 3)]
+    for now, script.nodes in pairwise((*repeated, 0)):
         if not in_time or not scheduler.running:
             break
         script.learns = teaches  # the time of a step is known when the next one starts
         _step(worker, scheduler)
-        teaches = before == now
+        teaches = before == now and (now >= 0 or script.nodes == now)
         before = now
         in_time = _agreed(time.perf_counter() < end)
     scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)

@@ -122,7 +122,7 @@ def serve(server: Server, steps: int, arm: int | AutoBudget, seed: int = 0) -> R
             measured = true * np.exp(noise.normal(0, server.noise))
             measured *= 10.0 if noise.random() < server.outliers else 1.0
             tokens = requests + accepted.sum()
-            policy.observe(requests + nodes, requests, share, measured, tokens)
+            policy.observe(requests + nodes, requests, limit, measured, tokens)
             if survival is not None:
                 policy.observe_drafts(offered, counts, accepted)
         record.nodes.append(nodes)
@@ -242,9 +242,9 @@ def test_wrong_tables_are_corrected(name, wrong):
     for _ in range(20):
         for requests in (1, 2, 4, 8):
             for each in (1, 2, 3, 5, 9, 13):
-                rows, heads = requests * each, float(each > 1)
-                ms = server.ms(rows, requests, heads, 0) * (wrong if heads else 1.0)
-                cost.observe(rows, requests, heads, ms)
+                rows, limit = requests * each, HEADS * (each > 1)
+                ms = server.ms(rows, requests, float(each > 1), 0) * (wrong if limit else 1.0)
+                cost.observe(rows, requests, limit, ms)
     policy = new_policy(StepCost.from_dict(cost.to_dict()))
     speed = serve(server, STEPS, policy).speed(500)
     assert speed >= 0.92 * max(record.speed(500) for record in fixed(name).values())
@@ -261,7 +261,7 @@ def policy_at(per_row: float) -> AutoBudget:
     for _ in range(30):
         for rows in range(1, 65):
             for requests in {1, rows}:
-                cost.observe(rows, requests, float(requests < rows), 10 + 10 * per_row * rows)
+                cost.observe(rows, requests, int(requests < rows), 10 + 10 * per_row * rows)
     policy = AutoBudget(cost, ExpectedAcceptance((1.5, 1.7, 1.8, 1.85)), 4)
     policy.limit(1, 64)
     return policy
@@ -301,22 +301,33 @@ def test_no_requests_and_no_drafts():
     assert policy.counts(DRAFTS, 0, 64) == [0]
 
 
+@pytest.mark.parametrize(("per_row", "nodes"), [(0.1, 4), (2.0, 1), (40.0, 0)])
+def test_beside_a_prefill_a_node_takes_as_long_as_a_row_of_a_prompt(per_row, nodes):
+    """At 0.18 tokens per ms; milliseconds per row."""
+    policy = policy_at(0.001)
+    for _ in range(30):
+        policy.observe_prefill(100, 0, 1, 0, 10.0 + 100 * per_row)
+    assert policy.counts(DRAFTS, 1, 64, prefill=True) == [nodes]
+    assert policy.counts(DRAFTS, 1, 64) == [4]
+    assert policy.pays_beside_prefill(4, 1) == (nodes == 4)
+
+
 def test_heads_do_not_run_for_drafts_that_stay_unused():
-    """Drafts of a step before one with a prefill are not verified."""
+    """Drafts of a step before one that a prefill fills are not verified."""
     server = Server(cpu)
     policy = new_policy()
     serve(server, 200, policy)
     assert policy.drafting
     for _ in range(20):
-        policy.limit(1, NODES, prefills=1.0)
+        policy.limit(1, NODES, full=1.0)
     assert not policy.drafting
 
 
 def test_copied_drafts_are_used_without_heads():
     policy = AutoBudget(StepCost(64), ExpectedAcceptance((1.05,)), 8, top_limit=0)
     for _ in range(50):
-        policy.observe(5, 1, 0.0, 11.0, 4.0)
-        policy.observe(1, 1, 0.0, 10.0, 1.0)
+        policy.observe(5, 1, 0, 11.0, 4.0)
+        policy.observe(1, 1, 0, 10.0, 1.0)
         policy.acceptance.observe([Drafted([0.9] * 4, 0, 0, [2] * 4)], [4], [0])
     assert policy.limit(1, 8) == 0
     assert policy.counts([Drafted([0.9] * 4, 0, 0, [2] * 4)], 1, 8) == [4]
@@ -338,14 +349,14 @@ def test_costs_are_updated_rarely_while_drafting_is_off():
         policy._saved = 0.0  # no trials
         assert policy.limit(1, 4) == 0
         before = policy.cost.steps
-        policy.observe(1, 1, 0.0, 5.0, 1.0)
+        policy.observe(1, 1, 0, 5.0, 1.0)
         taught.append(policy.cost.steps - before)
     assert all(taught[:64])
     assert sum(taught[100:]) == 15  # one in 20 or 21, at 5 ms a step
     assert policy._now == pytest.approx(400 * 5.0)
     for _ in range(64):  # the machine is slower now
         policy.limit(1, 4)
-        policy.observe(1, 1, 0.0, 15.0, 1.0)
+        policy.observe(1, 1, 0, 15.0, 1.0)
     assert policy.cost.plain_ms(1) == pytest.approx(15.0, rel=0.1)
 
 
@@ -357,6 +368,6 @@ def test_acceptance_is_updated_rarely_while_drafting():
     for copied, expected in ((None, 64 + 136 // 3), ([1], 200)):
         recorded.clear()
         for _ in range(200):
-            policy.observe(2, 1, 1.0, 10.0, 1.0)
+            policy.observe(2, 1, 1, 10.0, 1.0)
             policy.observe_drafts([Drafted([0.5], copied=copied)], [1], [1])
         assert len(recorded) == expected
