@@ -1,29 +1,27 @@
-"""Observations of many texts: batched, and resumable after a kill at any time.
+"""Observations of many texts, resumable after a kill at any time.
 
-Texts are sorted by length, longest first, and batched; each batch's observations are one file in
-the folder of a `vllm_medusa.files.Run` beside the heads, bound to the settings.
+The target's hidden states are stored as in training, in the folder of a `vllm_medusa.files.Run`
+beside the heads, bound to the settings. A resumed run computes the missing ones, and runs the
+heads again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 from vllm_medusa.calibration import CalibrationError
-from vllm_medusa.calibration.observations import NO_LABEL, Observations, save_arrays
+from vllm_medusa.calibration.observations import NO_LABEL, Observations
 from vllm_medusa.calibration.observe import Seen, fit_temperature, observe
-from vllm_medusa.files import Run
+from vllm_medusa.files import Run, free_bytes
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.rows import IGNORED, Piece, Texts, split_passes
+from vllm_medusa.training.rows import IGNORED, Piece, Texts
 
 FOLDER = "calibration.part"  # next to the heads, while calibration runs
 CLOSE_POSITIONS = 4096  # approximate number used to fit temperatures
@@ -33,7 +31,7 @@ def collect(
     records: Sequence[Record],  # with the spans that the target generated
     heads: MedusaHeads,  # on the target's device
     target: Any,  # a `Target`
-    run: Run,  # folder of batches until all are done
+    run: Run,  # folder of the hidden states
     *,
     num_ranks: int = 10,  # R, choices per head that a tree may use
     batch_tokens: int = 4096,  # per forward pass, padding included (longer texts run alone)
@@ -44,7 +42,7 @@ def collect(
     Raises CalibrationError: no text has a position.
     """
     numbers = {key: n for n, key in enumerate(dict.fromkeys(r.prompt_key for r in records))}
-    texts = Texts(sorted(records, key=lambda record: -len(record.token_ids)))  # as in batches
+    texts = Texts(sorted(records, key=lambda record: -len(record.token_ids)))  # for less padding
     spans = list(find_spans(texts, heads.num_heads, target.end_tokens))
     total = sum(span.num_rows for span in spans)
     if total == 0:
@@ -52,37 +50,35 @@ def collect(
             f"none of the {len(records)} records has a generated span of more than "
             f"{heads.num_heads} tokens, the minimum for these heads; generate longer texts."
         )
-    stride = max(1, total // CLOSE_POSITIONS)
-    by_text: dict[int, list[Piece]] = {}
-    for span in spans:
-        by_text.setdefault(texts.record_of(span.start), []).append(span)
     weight = next(heads.parameters())
-    lengths = [len(record.token_ids) for record in texts.records]
     hidden = HiddenStates(
-        target, texts, spans, dtype=weight.dtype, max_bytes=0, forward_tokens=batch_tokens
+        target,
+        texts,
+        spans,
+        run.folder,
+        dtype=weight.dtype,
+        max_bytes=free_bytes(run.folder) // 2,  # other states are computed when they are read
+        shard_bytes=batch_tokens * target.hidden_size * weight.dtype.itemsize,
+        forward_tokens=batch_tokens,
     )
+    hidden.build(lambda ready, rows: progress.at("hidden states", ready, rows))
+    stride = max(1, total // CLOSE_POSITIONS)
+    lm_head = target.lm_head if heads.shared_lm_head else None
     parts: list[Seen] = []
     done = 0
-    for number, batch in enumerate(split_passes(list(by_text), lengths, batch_tokens)):
-        path = run.folder / f"batch-{number:06}.safetensors"
-        seen = _load(path)
-        if seen is None:
-            where = [(span.start, span.stop) for text in batch for span in by_text[text]]
-            rows = torch.cat([torch.arange(*span) for span in where])
-            states = hidden.read(where).to(weight)
-            labels = texts.labels(rows, heads.num_heads)
-            labels = labels.masked_fill(labels == IGNORED, NO_LABEL).to(weight.device)
-            closely = torch.arange(done, done + len(rows), device=weight.device) % stride == 0
-            after = texts.after(rows, heads.num_heads).to(weight.device)
-            lm_head = target.lm_head if heads.shared_lm_head else None
-            seen = observe(heads, states, labels, lm_head, closely, after)
-            save_arrays(path, seen._asdict())
-        parts.append(seen)
-        done += len(seen.ranks)
+    for span in spans:
+        rows = torch.arange(span.start, span.stop)
+        states = hidden.read([(span.start, span.stop)]).to(weight)
+        labels = texts.labels(rows, heads.num_heads)
+        labels = labels.masked_fill(labels == IGNORED, NO_LABEL).to(weight.device)
+        closely = torch.arange(done, done + len(rows), device=weight.device) % stride == 0
+        after = texts.after(rows, heads.num_heads).to(weight.device)
+        parts.append(observe(heads, states, labels, lm_head, closely, after))
+        done += len(rows)
         progress.at("positions", done, total)
     seen = Seen(*map(np.concatenate, zip(*parts, strict=True)))
     fitted = [fit_temperature(seen.own[:, h], seen.partition[:, h]) for h in range(heads.num_heads)]
-    of = [texts.records[text] for text, own in by_text.items() for _ in own]  # of each span
+    of = [texts.records[texts.record_of(span.start)] for span in spans]
     heats = [np.nan if record.temperature is None else record.temperature for record in of]
     observations = Observations(
         ranks=seen.ranks,
@@ -102,10 +98,3 @@ def find_spans(texts: Texts, num_heads: int, end_tokens: Collection[int] = ()) -
             stop = first + (end - 2 if ended else end - num_heads - 1)
             if stop > (begin := first + max(start - 1, 0)):
                 yield Piece(begin, stop, stop)
-
-
-def _load(path: Path) -> Seen | None:
-    try:
-        return Seen(**load_file(path))
-    except (FileNotFoundError, SafetensorError, TypeError):  # truncated by a crash of the machine
-        return None

@@ -9,7 +9,7 @@ that a head could predict, and positions continue to e - 3, head 0's last label.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,8 @@ class Observations:
         """Write `FILE` into the heads' folder atomically."""
         arrays = dict(vars(self))
         notes = {name: json.dumps(arrays.pop(name)) for name in ("num_ranks", "source")}
-        save_arrays(folder / FILE, arrays, notes)
+        with new_path(folder / FILE) as part:  # a transposed array would be in memory order
+            save_file({n: np.ascontiguousarray(a) for n, a in arrays.items()}, part, notes)
 
     @classmethod
     def load(cls, folder: Path) -> Observations:
@@ -101,11 +102,3 @@ class Observations:
             return cls(**arrays, **notes)
         except (SafetensorError, OSError, TypeError, ValueError) as error:
             raise CalibrationError(f"{path} can't be read ({error}): calibrate again.") from error
-
-
-def save_arrays(
-    path: Path, arrays: Mapping[str, npt.NDArray[Any]], notes: dict[str, str] | None = None
-) -> None:
-    """Write a safetensors file atomically."""
-    with new_path(path) as part:  # a transposed array would be written in memory order
-        save_file({n: np.ascontiguousarray(array) for n, array in arrays.items()}, part, notes)

@@ -7,7 +7,7 @@ import torch
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.collect import FOLDER, collect, find_spans
 from vllm_medusa.calibration.observations import MISSED, NO_LABEL
-from vllm_medusa.files import Run, aside
+from vllm_medusa.files import Run
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import Progress
@@ -147,43 +147,29 @@ def test_samples_of_a_prompt_are_in_the_same_half(tmp_path):
 def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     texts = random_texts()
     whole, fits = observed(texts, tmp_path / "whole", model := Causal())
-    batches = model.calls
-    assert batches > 3
+    passes = model.calls
+    assert passes > 3
 
     class Killed(BaseException):
         pass
 
     class Kill(Progress):
-        count = 0
-
         def at(self, what, done, total, text=""):
-            self.count += 1
-            if self.count == 2:
+            if [*tmp_path.glob(f"{FOLDER}/*/*.bin")]:
                 raise Killed
 
     first = Causal()
     with pytest.raises(Killed):
         observed(texts, tmp_path, first, progress=Kill())
-    aside(tmp_path / FOLDER / "batch-000002.safetensors").write_bytes(b"torn")
     again = Causal()
     resumed, resumed_fits = observed(texts, tmp_path, again)
-    assert (first.calls, again.calls) == (2, batches - 2)
+    assert 1 < first.calls < passes
+    assert again.calls == passes - (first.calls - 1), "only states of the last pass were lost"
     assert np.array_equal(resumed.ranks, whole.ranks)
     assert resumed_fits == fits
     other = Causal()
     observed(texts, tmp_path, other, of="others")
-    assert other.calls == batches, "batches of other heads are not reused"
-
-
-@pytest.mark.parametrize("kept", [0, 7, -3])
-def test_a_partial_batch_is_computed_again(kept, tmp_path):
-    texts = random_texts()
-    whole, _ = observed(texts, tmp_path, first := Causal())
-    batch = tmp_path / FOLDER / "batch-000001.safetensors"
-    batch.write_bytes(batch.read_bytes()[:kept])
-    resumed, _ = observed(texts, tmp_path, again := Causal())
-    assert first.calls > again.calls == 1
-    assert np.array_equal(resumed.ranks, whole.ranks)
+    assert other.calls == passes, "states of other settings are not reused"
 
 
 def test_texts_too_short_for_the_heads_are_refused(tmp_path):
