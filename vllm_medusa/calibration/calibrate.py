@@ -50,11 +50,6 @@ def calibrate(
     config, fingerprint, _ = identify(options.model)
     records = _read(options, config, progress)
     target, heads, dtype = _load(options, config)
-    if options.top_k > heads.draft_vocab_size:
-        raise CalibrationError(
-            f"--top-k is {options.top_k}; the heads score {heads.draft_vocab_size} tokens. Use "
-            "fewer."
-        )
     origin = provenance(command, [options.data])
     if origin["data"][0]["sha256"] in _trained_on(info.medusa):
         progress.warn(
@@ -69,20 +64,13 @@ def calibrate(
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": options.machine.quantization,
     }
-    settings = source | {"positions": options.positions, "temperature": options.temperature}
+    settings = source | {"positions": options.positions}
     with Run(options.heads / FOLDER, settings, of=options.heads, restart=True) as run:
-        observations, fitted = collect(
-            records,
-            heads,
-            target,
-            run,
-            num_ranks=options.top_k,
-            progress=progress,
-        )
+        observations, fitted = collect(records, heads, target, run, progress=progress)
         observations.source.update(source)
         texts = observations.texts()
         progress.at("walking the texts", 0, 1)
-        tree = walked_tree(texts, WALKED_NODES, options.top_k)
+        tree = walked_tree(texts, WALKED_NODES, observations.num_ranks)
         walks = Walks(texts, tree)
         progress.at("walking the texts", 1, 1)
         summary = {
@@ -130,14 +118,6 @@ def _read(options: CalibrateOptions, config: Any, progress: Progress) -> list[Re
     """The requested records; warns about unusual ones."""
     data = options.data
     records = read_usable(data, limits_of(options.model, config), options.on_bad_line, progress)
-    if options.temperature is not None:
-        found = sorted({r.temperature for r in records if r.temperature is not None})
-        records = [record for record in records if record.temperature == options.temperature]
-        if not records:
-            shown = ", ".join(f"{t:g}" for t in found) or "none"
-            raise CalibrationError(
-                f"{data} has no records of temperature {options.temperature:g}; it has {shown}."
-            )
     if options.positions is not None:
         before = accumulate((record.num_generated for record in records), initial=0)
         pairs = zip(records, before, strict=False)
@@ -152,8 +132,7 @@ def _read(options: CalibrateOptions, config: Any, progress: Progress) -> list[Re
         )
     if len({record.temperature for record in records} - {None}) > 1:
         progress.warn(
-            "the texts were sampled at several temperatures; estimates are for the mixture. "
-            "--temperature T selects one."
+            "the texts were sampled at several temperatures; estimates are for the mixture."
         )
     return records
 

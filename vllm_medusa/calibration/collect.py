@@ -25,6 +25,7 @@ from vllm_medusa.training.rows import IGNORED, Piece, Texts
 
 FOLDER = "calibration.part"  # next to the heads, while calibration runs
 CLOSE_POSITIONS = 4096  # approximate number used to fit temperatures
+NUM_RANKS = 10  # choices per head that a tree may use, as in dynamic trees
 
 
 def collect(
@@ -33,7 +34,6 @@ def collect(
     target: Any,  # a `Target`
     run: Run,  # folder of the hidden states
     *,
-    num_ranks: int = 10,  # R, choices per head that a tree may use
     batch_tokens: int = 4096,  # per forward pass, padding included (longer texts run alone)
     progress: Progress = SILENT,
 ) -> tuple[Observations, list[float | None]]:
@@ -85,7 +85,7 @@ def collect(
         offsets=np.cumsum([0, *(span.num_rows for span in spans)]).astype(np.int64),
         temperatures=np.array(heats, np.float32),
         prompts=np.array([numbers[record.prompt_key] for record in of], np.int64),
-        num_ranks=num_ranks,
+        num_ranks=min(NUM_RANKS, heads.draft_vocab_size),
     )
     return observations, fitted
 

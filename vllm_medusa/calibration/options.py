@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vllm_medusa.offline.options import OnBadLine, TreeSize
-from vllm_medusa.options import AtLeastZero, Model, Options, Positive, group, option
+from vllm_medusa.options import Model, Options, Positive, group, option
 from vllm_medusa.training.options import MachineOptions
 
 
@@ -19,10 +19,6 @@ class CalibrateOptions(Options):
     positions: Positive | None = option(
         "use only the first records, with about N generated tokens", default=None, metavar="N"
     )
-    temperature: AtLeastZero | None = option(
-        "use only records sampled at this temperature", default=None
-    )
-    top_k: TreeSize = option("choices per head that trees may use", default=10, metavar="R")
     machine: MachineOptions = group("machine", factory=MachineOptions)
 
 

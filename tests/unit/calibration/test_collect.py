@@ -68,7 +68,7 @@ def make_heads(kind="medusa"):
 def observed(texts, folder, model=None, kind="medusa", of="heads", **options):
     model = model or Causal()
     folder.mkdir(exist_ok=True)
-    options = {"batch_tokens": 60, "num_ranks": 4} | options
+    options = {"batch_tokens": 60} | options
     settings = [of, options["batch_tokens"]]
     with Run(folder / FOLDER, {"settings": settings}, of=folder, restart=True) as run:
         return collect(texts, make_heads(kind), model, run, **options)
