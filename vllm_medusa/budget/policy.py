@@ -32,7 +32,7 @@ _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # offsets from the best size to sizes to try
 _MEASURED_STEPS, _MIN_SPEED = 128, 0.97  # window, and speed below which drafting stops
 _AT_REST_MS = 100.0  # interval of cost updates, and of decisions, while drafting is off
-_DRAFTS_MS = 25.0  # the same of acceptance updates, while drafting is on
+_DRAFTS_MS = 25.0  # the same of cost and acceptance updates, while drafting is on
 _LEARN_STEPS = 64  # steps after start-up or a change, all used for updates
 _PROMPT_KEEP = 0.9  # decay of the time of a prompt's rows, per step with a prefill
 _REST_MS = (4e3, 60e3)  # pause of the heads after a failure, doubling
@@ -132,7 +132,7 @@ class AutoBudget:
         self._rest, self._rest_until = _REST_MS[0], 0.0
         self._at_rest: tuple[int, int] | None = None  # requests and room of the decision
         self._learned_at, self._learned_plain = -math.inf, 0.0  # ms of steps; of a plain step
-        self._learned_requests = 0
+        self._learned_shape = (0, 0, 0)  # rows, requests and limit of the step last used for costs
         self._learned_steps = 0  # since start-up or a change of the machine
         self._drafts_at, self._drafts_learned = -math.inf, 0  # ms of steps; updates of acceptance
         self._prompts, self._prompt_ms = np.zeros(2), 0.0  # ms and rows of prompts; ms of a row
@@ -235,32 +235,32 @@ class AutoBudget:
     ) -> float | None:
         """Record the time and tokens of a step; see `StepCost.observe`.
 
-        Plain steps while drafting is off update costs only once per `_AT_REST_MS`: they must cost
-        no more than without trees.
+        Costs are updated only once per `_AT_REST_MS` while drafting is off, and per `_DRAFTS_MS`
+        while it is on, unless the step differs from the last one that was used: fast steps must
+        cost little more than without trees.
         """
+        shape = rows, requests, limit
+        interval = _DRAFTS_MS if self._at_rest is None else _AT_REST_MS
+        expected = None
         if (
-            self._at_rest is not None
-            and self._learned_steps >= _LEARN_STEPS
-            and rows == requests == self._learned_requests
-            and not limit
-            and 0 < ms < _AT_REST_MS
-            and self._now - self._learned_at < _AT_REST_MS
+            shape != self._learned_shape
+            or self._learned_steps < _LEARN_STEPS
+            or not 0 < ms < interval
+            or self._now - self._learned_at >= interval
         ):
-            self._now += ms
-            self._saved += _TRIAL_SHARE * min(ms, 2 * self._learned_plain)
-            return None
-        self._at_rest = None
-        surprises = self.cost.surprises
-        expected = self.cost.observe(rows, requests, int(self.work(limit)), ms)
-        self._learned_steps = 1 + self._learned_steps if surprises == self.cost.surprises else 0
-        if not self._learned_steps:
-            self._drafts_learned = 0
-        if not 0 < ms < 1e6 or requests < 1:
-            return expected
+            self._at_rest = None
+            surprises = self.cost.surprises
+            expected = self.cost.observe(rows, requests, int(self.work(limit)), ms)
+            same = surprises == self.cost.surprises
+            self._learned_steps = 1 + self._learned_steps if same else 0
+            if not self._learned_steps:
+                self._drafts_learned = 0
+            if not 0 < ms < 1e6 or requests < 1:
+                return expected
+            self._learned_at, self._learned_shape = self._now + ms, shape
+            self._learned_plain = self.cost.plain_ms(requests)
+        plain = self._learned_plain
         self._now += ms
-        plain = self.cost.plain_ms(requests)
-        self._learned_at, self._learned_plain = self._now, plain
-        self._learned_requests = requests
         if self._saved < 0:
             self._saved = _MAX_SAVED * _TRIAL_STEPS * plain
         self._saved += _TRIAL_SHARE * min(ms, 2 * plain)

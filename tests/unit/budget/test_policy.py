@@ -371,3 +371,15 @@ def test_acceptance_is_updated_rarely_while_drafting():
             policy.observe(2, 1, 1, 10.0, 1.0)
             policy.observe_drafts([Drafted([0.5], copied=copied)], [1], [1])
         assert len(recorded) == expected
+
+
+def test_costs_are_updated_rarely_from_equal_fast_steps():
+    """Except at first, and by steps that differ from the last one that was used."""
+    policy = policy_at(0.001)
+    assert policy.drafting
+    for nodes, expected in (((4, 4), 64 + 136 // 5), ((4, 3), 200)):
+        policy._learned_steps, before = 0, policy.cost.steps
+        for step in range(200):
+            policy.observe(1 + nodes[step % 2], 1, 4, 5.0, 2.0)
+        assert policy.cost.steps - before == pytest.approx(expected, abs=1)
+    assert policy._now == pytest.approx(400 * 5.0) and policy._measured == 400
