@@ -1,6 +1,6 @@
 """A drafter's folder at half the size: int8 weights with one scale per output row.
 
-    python -m demo.packed FOLDER OUTPUT --target TARGET     # pack a drafter
+    python -m demo.packed FOLDER OUTPUT --target TARGET     # packs a drafter, or unpacks it
 
 One-dimensional tensors are unchanged, except that ids become int32. LM head rows copied from the
 target are omitted and restored from the target. Rounding the drafter does not change which tokens
@@ -63,13 +63,13 @@ def pack(folder: Path, output: Path, target: Path | None = None) -> None:
         shutil.copyfile(folder / "config.json", part / "config.json")
 
 
-def unpack(folder: Path, output: Path, target: Path) -> None:
+def unpack(folder: Path, output: Path, target: Path | None) -> None:
     """Write the drafter that was passed to `pack`, with its matrices rounded; replaces ``output``.
 
     ``target`` is the folder of its target model.
 
     Raises:
-        FileRefused: the file is damaged or was not packed.
+        FileRefused: the file is damaged or was not packed, or its target is required.
 
     """
     packed, metadata = _read(folder)
@@ -84,6 +84,8 @@ def unpack(folder: Path, output: Path, target: Path) -> None:
             tensor = tensor.float() * packed[name + _SCALE]
         tensors[name] = tensor.to(getattr(torch, dtype))
     if dtype := metadata["target rows"]:
+        if target is None:
+            raise FileRefused(f"{folder} has no LM head of its own; pass its target: --target.")
         tensors[LM_HEAD] = _target_rows(target, tensors[MAP]).to(getattr(torch, dtype))
     with new_folder(output, overwrite=True) as part:
         save_file(tensors, part / FILE, {"format": "pt"})
@@ -130,6 +132,9 @@ def main() -> int:
     parser.add_argument("--target", type=Path, help="folder of its target model")
     args = parser.parse_args()
     try:
+        if (args.folder / FILE).is_file() and "packed" in _read(args.folder)[1]:
+            unpack(args.folder, args.output, args.target)
+            return 0
         if drafter_method(args.folder) is None:
             peek_heads(args.folder)  # refuses a folder without heads
         pack(args.folder, args.output, args.target)

@@ -4,6 +4,10 @@ In a page, `{{ commands }}` becomes the reference of all commands, from the pars
 `{{ serve }}` the plugin's options of vLLM's server; `{{ MedusaConfig }}`, or another model of
 `vllm_medusa.config`, the table of its keys; `{{ Score }}` that part of `decode.py`. The README, the
 changelog and every table of ``benchmarks/results``, with its plot, become pages.
+
+The tables of keys are also in the repository, between comments, for its readers:
+
+    python scripts/docs_hooks.py    # writes them
 """
 
 from __future__ import annotations
@@ -17,19 +21,20 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from mkdocs.structure.files import File, Files
-
 from vllm_medusa import config as models
 from vllm_medusa.cli import COMMANDS, build_parser
 from vllm_medusa.integration.engine_args import _add_cli_args
 
 ROOT = Path(__file__).resolve().parents[1]
+KEYS = ROOT / "docs" / "reference" / "config.md"
 DATA = "results/data"  # the tables' folder in the site
 PAGES = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog"}
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: Any, config: Any) -> Any:
     """Add the pages and pictures that are outside docs/."""
+    from mkdocs.structure.files import File  # not needed to write the tables of keys
+
     for name, page in PAGES.items():
         text = (ROOT / f"{name}.md").read_text(encoding="utf-8").replace("](docs/", "](")
         for other, site in PAGES.items():
@@ -55,6 +60,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if folder == DATA:
         markdown = markdown.replace("](../../docs/", "](../../")
     return re.sub(r"\{\{ (\w+) \}\}", lambda found: "\n".join(_part(found[1])), markdown)
+
+
+def filled(page: str) -> str:
+    """The page with its tables of keys written again."""
+
+    def table(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{chr(10).join(_part(found[2]))}\n{found[3]}"
+
+    return re.sub(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", table, page, flags=re.DOTALL)
 
 
 def _result(page: Path) -> str:
@@ -120,3 +134,7 @@ def _keys(model: type[models._Options]) -> Iterator[str]:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    KEYS.write_text(filled(KEYS.read_text(encoding="utf-8")), encoding="utf-8")

@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import json
 import re
+import runpy
 import shlex
 import tomllib
 from functools import cache
@@ -236,6 +237,13 @@ def test_links_lead_to_files_of_the_repository(page):
             titles = re.findall(r"^#+ (.*)$", (page.parent / file).read_text(), re.MULTILINE)
             slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
             assert anchor in slugs, link
+
+
+def test_tables_of_keys_are_current():
+    """Otherwise run `python scripts/docs_hooks.py`."""
+    hooks = runpy.run_path(str(ROOT / "scripts" / "docs_hooks.py"))
+    page = hooks["KEYS"].read_text(encoding="utf-8")
+    assert page.count("| key | default | value |") == 5 and hooks["filled"](page) == page
 
 
 def kind_of(reason, language, code):

@@ -51,15 +51,19 @@ def _source(text: str) -> str:
     raise ValueError("use the name of an existing folder or file, or of a hub model")
 
 
-def _model(text: str) -> str:
-    if not os.path.isfile(os.path.expanduser(text)):
-        return _source(text)
-    raise ValueError(
-        "use the name of an existing folder with config.json, tokenizer and safetensors, or of a "
-        "hub model (transformers converts a GGUF file to such a folder: "
-        "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(TARGET), "
-        "and its tokenizer likewise)"
-    )
+def check_model(text: str) -> str:
+    """Return the name of a model's folder or of a hub model. Raises ValueError: it is neither."""
+    path = os.path.expanduser(text)
+    names = os.listdir(path) if os.path.isdir(path) else []
+    is_gguf = "config.json" not in names and any(name.endswith(".gguf") for name in names)
+    if os.path.isfile(path) or is_gguf:
+        raise ValueError(
+            "use the name of an existing folder with config.json, tokenizer and safetensors, or of "
+            "a hub model (transformers converts a GGUF file to such a folder: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(TARGET), "
+            "and its tokenizer likewise)"
+        )
+    return _source(text)
 
 
 def _filled(path: object) -> object:
@@ -71,7 +75,7 @@ def _filled(path: object) -> object:
 Source = Annotated[
     str, BeforeValidator(str), AfterValidator(_source)
 ]  # a folder, a file or a hub name
-Model = Annotated[str, BeforeValidator(str), AfterValidator(_model)]  # folder, hub name
+Model = Annotated[str, BeforeValidator(str), AfterValidator(check_model)]  # folder, hub name
 Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 FromZero = Annotated[int, Field(ge=0)]

@@ -192,13 +192,6 @@ def _measure(
     progress: Progress,
 ) -> list[Length]:
     """Lengths of the prompts; those that the target can't answer are bad lines."""
-    conversations = sum(bool(prompt.turns) for prompt in prompts)
-    if conversations and tokenizer.chat_template is None:
-        progress.warn(
-            f"{options.target} has no chat template, so {plural(conversations, 'conversation')} "
-            "among the prompts will be plain text, turn by turn. If the target is served with a "
-            "template, save it in its folder as chat_template.jinja first."
-        )
     room = None if limit is None else limit - options.heads.num_heads - 2
     lengths = measure(
         options.prompts, prompts, tokenizer, room, options.on_bad_line, progress
@@ -221,10 +214,11 @@ def _check_disk(options: AdaptOptions, files: int, states: int) -> None:
         if free + there < needed + _RESERVE:
             raise ValueError(
                 f"the disk of {place} has {free / 1e9:.1f} GB free, but up to "
-                f"{(needed + _RESERVE) / 1e9:.1f} GB may be needed, including {states / 1e9:.1f} "
-                f"GB for the target's hidden states and {_RESERVE / 1e9:.1f} GB to spare. Free "
-                "space, use a --work folder on another disk, lower --samples or --max-tokens, or "
-                "keep fewer states (slower): --cache-gb GB."
+                f"{(needed + _RESERVE) / 1e9:.1f} GB may be needed: {files / 1e9:.2f} GB for texts "
+                f"and heads, {states / 1e9:.2f} GB for the target's hidden states and "
+                f"{_RESERVE / 1e9:.1f} GB to spare. Free space, use a --work folder on another "
+                "disk, lower --samples or --max-tokens, or keep fewer states (slower): "
+                "--cache-gb GB."
             )
 
 

@@ -108,6 +108,8 @@ def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
     provenance, output, kind = document["provenance"], options.output, document["drafter"]
     joint = document["method"] == "medusa-2"
     unseen = "" if prompts["disjoint"] else " (except calibration: there were too few)"
+    served = f"{output}/target" if joint else options.target
+    memory = "" if measured["machine"]["gpus"] else " --gpu-memory-utilization 0.5"
     notes = []
     if source := document["tree_source"]:
         taus = source["tokens_per_step_heldout"] or source["tokens_per_step"]
@@ -129,7 +131,7 @@ def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
 {newline.join(f"- {sentence}" for sentence in conclusion(document))}
 
 ```
-vllm-medusa serve {f"{output}/target" if joint else options.target} --speculative-model {output}
+vllm-medusa serve {served} --speculative-model {output}{memory}
 ```
 
 ## Comparison with plain vLLM

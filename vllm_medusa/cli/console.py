@@ -27,6 +27,7 @@ class ConsoleProgress(Progress):
         self.console = console
         self._said = time.perf_counter()
         self._tasks: dict[str, TaskID] = {}
+        self._warned: set[str] = set()
         self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -50,8 +51,10 @@ class ConsoleProgress(Progress):
         self.console.print(escape(text), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Print a line after a yellow "warning"."""
-        self.console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
+        """Print a line after a yellow "warning", once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
     def at(self, what: str, done: float, total: float | None, text: str = "") -> None:
         """Move the bar of ``what``."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from vllm_medusa.options import check_model
 from vllm_medusa.plugin import engine_died, set_up_command_line
 
 
@@ -34,6 +35,11 @@ def run(arguments: Sequence[str]) -> int:
     args = parser.parse_args()
     configure_logging_from_args(args)
     command.validate(args)
+    try:
+        check_model(args.model_tag or args.model)
+    except ValueError as error:
+        print(f"vllm-medusa serve: error: {args.model_tag or args.model}: {error}", file=sys.stderr)
+        return 2
     try:
         command.cmd(args)
     except (MedusaConfigError, HeadsError, TreeError) as error:  # ours, not vLLM's

@@ -52,11 +52,13 @@ def measure(
     """Count the tokens of each line's prompt.
 
     A prompt that the chat template refuses, or that is longer than ``room``, is a bad line; see
-    `settle_bad_lines`.
+    `settle_bad_lines`. Warns of conversations without a chat template.
     """
     lengths: dict[int, Length] = {}
     bad: BadLines = {}
+    conversations = 0
     for prompt in prompts:
+        conversations += bool(prompt.turns)
         try:
             first, length = _count(prompt, tokenizer)
             if room is not None and first > room:
@@ -65,6 +67,12 @@ def measure(
         except PromptError as error:
             bad[prompt.line] = str(error)
     settle_bad_lines(path, bad, on_bad_line, progress)
+    if conversations and tokenizer.chat_template is None:
+        progress.warn(
+            f"the target has no chat template, so {plural(conversations, 'conversation')} of "
+            f"{path.name} will be plain text, turn by turn. If it has a template elsewhere, save "
+            "it in the target's folder as chat_template.jinja first."
+        )
     return lengths
 
 

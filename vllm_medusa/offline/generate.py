@@ -123,7 +123,7 @@ def run_prompts(
         return None
     acceptance, tokens, prompts = AcceptanceCounts(), 0, list(prompts)
     if options.prompts is not None and options.on_bad_line == "refuse":
-        refuse_unanswerable(options, prompts)
+        refuse_unanswerable(options, prompts, progress)
     progress.note(f"starting vLLM (about {start_seconds(options.engine_args)} s)")
     with EngineProcess(options.llm_arguments(), sampling, seeded=seed is not None) as engine:
         engine.session = session
@@ -147,7 +147,9 @@ def run_prompts(
         return Speed(tokens, time.perf_counter() - start, acceptance.tau)
 
 
-def refuse_unanswerable(options: PromptJob, prompts: Sequence[Prompt]) -> None:
+def refuse_unanswerable(
+    options: PromptJob, prompts: Sequence[Prompt], progress: Progress = SILENT
+) -> None:
     """Refuse now the prompts that the engine would refuse later, perhaps after hours."""
     arguments = options.llm_arguments()
     if CHANGE_MODEL & arguments.keys():
@@ -157,4 +159,4 @@ def refuse_unanswerable(options: PromptJob, prompts: Sequence[Prompt]) -> None:
     except ValueError:  # vLLM supports more models
         return
     each = {prompt.line: prompt for prompt in prompts}  # one sample of each
-    measure(options.prompts, each.values(), *limits, options.on_bad_line)
+    measure(options.prompts, each.values(), *limits, options.on_bad_line, progress)

@@ -36,7 +36,7 @@ def draw_curves(entries: Iterable[dict[str, Any]], path: Path, title: str = "") 
         left.set_prop_cycle(None)
         left.plot(at, [line["heldout"]["loss"] for line in measured], "o", markersize=3)
         top = np.array([line["heldout"]["top"] for line in measured])  # [M, K, ranks]
-        for rank, style in ((1, "o-"), (5, "o:")):
+        for rank, style in ((1, "o-"), (5, "s:")):
             right.set_prop_cycle(None)
             names = [f"{head}, top {rank}" for head in heads]
             right.plot(at, top[:, :, rank - 1], style, markersize=3, label=names)

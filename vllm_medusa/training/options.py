@@ -83,7 +83,7 @@ class HeadOptions(Options):
         "draft only the N most frequent tokens of the texts; 0: all",
         default=None,
         metavar="N",
-        shown="4096 to 16384, to cover 99% of the texts; all tokens if at most 16384",
+        shown="4096 to 16384, as half of the texts need to cover 99% of the others",
     )
     aux_layers: tuple[FromZero, ...] = option(
         "eagle3: three target layers whose inputs it reads",

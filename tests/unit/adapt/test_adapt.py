@@ -124,11 +124,12 @@ def test_an_invalid_target(refused, arguments, tmp_path):
     broken.mkdir()
     arguments[1] = str(broken)
     assert "can't be read as a model" in refused()
+    (broken / "model.gguf").write_bytes(b"GGUF")
+    assert "an existing folder with config.json" in refused()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET / name, broken)
     assert "weights" in refused()
     arguments[1] = str(broken / "model.gguf")
-    (broken / "model.gguf").write_bytes(b"GGUF")
     said = refused()
     assert "an existing folder with config.json" in said and "gguf_file=NAME" in said
 
@@ -143,7 +144,7 @@ def test_the_plan_is_printed_first(arguments, tmp_path, monkeypatch, capfd):
     said = commands.said(capfd)
     assert "skipping 1 bad line:" in said
     assert "compare vLLM with it against plain vLLM: about 6 min" in said
-    assert "has no chat template, so 1 conversation among" in said
+    assert "has no chat template, so 1 conversation of" in said
     assert "10 texts of up to 512 new tokens" in said
     assert "GB of memory)" in said and "(eager," in said
     assert "GB of disk in" in said

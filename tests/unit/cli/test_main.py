@@ -159,3 +159,9 @@ def test_without_a_network_the_cache_is_used_or_a_remedy_given(find):
 
 def test_a_folder_is_not_looked_up(find, tmp_path):
     assert find(str(tmp_path), cached=False, hub=OSError("no route")).notes == []
+
+
+def test_serve_refuses_a_gguf_file(tmp_path, capfd):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert serve.run([str(tmp_path / "model.gguf")]) == 2
+    assert "gguf_file=NAME" in capfd.readouterr().err
