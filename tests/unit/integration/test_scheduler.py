@@ -134,7 +134,7 @@ def test_an_automatic_budget_learns_from_steps(make: Make, ahead: bool) -> None:
     policy = scheduler.policy
     assert isinstance(policy, AutoBudget) and policy.even == ahead
     policy.limit = lambda *_: len(SURVIVAL)  # type: ignore[method-assign]
-    policy.counts = lambda drafts, *_: [4] * len(drafts)  # type: ignore[method-assign]
+    policy.counts = lambda drafts, *_, **__: [4] * len(drafts)  # type: ignore[method-assign]
     worker = run(scheduler, 3, 30)
     assert all(set(nodes.values()) == {len(SURVIVAL) if ahead else 4} for nodes in worker.nodes[2:])
     assert policy.cost.steps > 20
