@@ -83,7 +83,8 @@ class HeadOptions(Options):
         "draft only the N most frequent tokens of the texts; 0: all",
         default=None,
         metavar="N",
-        shown="4096 to 16384, as half of the texts need to cover 99% of the others",
+        shown="4096 to 16384, as half of the texts need to cover 99% of the others; "
+        "all tokens if at most 16384",
     )
     aux_layers: tuple[FromZero, ...] = option(
         "eagle3: three target layers whose inputs it reads",
