@@ -335,6 +335,9 @@ def test_a_killed_engine_ends_all(tmp_path: Path) -> None:
         next(streams[0])
         engine.suspend()  # otherwise streams may end before the last starts, as the first may
         streams += [iter(stream_of_many(server, prompt)) for prompt in prompts()[1:]]
+        # A worker that read a message within 1 s can hang on exit: two threads then send on one
+        # ZeroMQ socket (vllm/distributed/device_communicators/shm_broadcast.py, SpinCondition).
+        time.sleep(2)
         engine.kill()
         with suppress(openai.APIError):
             for _ in streams[0]:
