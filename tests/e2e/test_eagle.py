@@ -144,13 +144,13 @@ def test_the_kernel_drafts_what_torch_drafts(
         nodes.append((int(same.sum()), len(same)))
         return found
 
-    def prefilling(self: EagleTrees, paths: Any) -> Any:
+    def prefilling(self: EagleTrees, paths: Any, **_: bool) -> Any:
         found = prefill(self, paths)
         with torch_only(self):
             wanted = prefill(self, paths)
         torch.testing.assert_close(found.normed, wanted.normed, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(found.hidden, wanted.hidden, atol=1e-4, rtol=1e-4)
-        rows.append(len(paths.positions))
+        rows.append(len(paths.tokens.positions))
         return found
 
     monkeypatch.setattr(EagleTrees, "draft", drafting)
@@ -203,13 +203,13 @@ def entries_kept(patch: Patch, llm: LLM) -> None:
     """Accepted paths keep the entries from drafting; only the last token's is recomputed."""
     prefill = EagleTrees.prefill
 
-    def wrong(self: Any, paths: Any) -> Any:
+    def wrong(self: Any, paths: Any, **kwargs: bool) -> Any:
         starts = paths.common.query_start_loc_cpu
         for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             if end - start <= 5:
                 slots = paths.common.slot_mapping[start:end]
                 slots[: int((slots >= 0).sum()) - 1] = -1
-        return prefill(self, paths)
+        return prefill(self, paths, **kwargs)
 
     patch.setattr(EagleTrees, "prefill", wrong)
 
@@ -284,12 +284,12 @@ def copies_left_out(patch: Patch) -> None:
     """No entries are created for accepted tokens deeper than the drafter's levels."""
     prefill = EagleTrees.prefill
 
-    def wrong(self: Any, paths: Any) -> Any:
+    def wrong(self: Any, paths: Any, **kwargs: bool) -> Any:
         starts = paths.common.query_start_loc_cpu
         for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             if DEPTH + 1 < end - start <= 13:
                 paths.common.slot_mapping[start + DEPTH + 1 : end] = -1
-        return prefill(self, paths)
+        return prefill(self, paths, **kwargs)
 
     patch.setattr(EagleTrees, "prefill", wrong)
 

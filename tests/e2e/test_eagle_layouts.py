@@ -77,8 +77,9 @@ def earlier_states(patch: Patch, llm: LLM) -> None:
     """It reads the states of the token before."""
     prefill = EagleTrees.prefill
 
-    def wrong(self: Any, paths: Any) -> Any:
-        return prefill(self, replace(paths, features=paths.features.roll(1, 0)))
+    def wrong(self: Any, paths: Any, **kwargs: bool) -> Any:
+        tokens = replace(paths.tokens, features=paths.tokens.features.roll(1, 0))
+        return prefill(self, replace(paths, tokens=tokens), **kwargs)
 
     patch.setattr(EagleTrees, "prefill", wrong)
 

@@ -1,4 +1,4 @@
-"""Weights and cache of vLLM's EAGLE-3 drafter, as the CPU kernel reads them."""
+"""Parts of vLLM's EAGLE-3 drafter: weights and cache, as the CPU kernel reads them, and layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
 from vllm_medusa.proposer.eagle import EagleCache, EagleWeights
@@ -69,6 +70,14 @@ def eagle_weights(model: Any, token_map: Tensor | None) -> EagleWeights | None:
         norm_output=inner.norm_output,
         fc_norms=tuple(norm.weight for norm in norms),
     )
+
+
+def entry_layer(model: Any) -> Any:
+    """The only layer of a loaded EAGLE-3 drafter; None if it has several, or is another drafter."""
+    if type(model) is not Eagle3LlamaForCausalLM or len(model.model.layers) != 1:
+        return None
+    (layer,) = model.model.layers
+    return layer if type(layer.self_attn) is LlamaAttention else None
 
 
 def eagle_cache(layer: Any) -> EagleCache | None:

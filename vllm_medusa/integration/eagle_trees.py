@@ -4,8 +4,11 @@ A drafter's layer takes features of the target, shifted by one: its entry at pos
 the target's hidden states there and the token at p + 1. So the entries of all accepted tokens
 can be exact: after each verification the accepted path is run through the drafter with the
 target's own hidden states, into the path's slots. Branches use scratch slots after them. A branch's
-hidden states are the drafter's own; the next prefill overwrites its entries. Tokens of
-steps that do not draft are deferred and processed together (`PendingTokens`).
+hidden states are the drafter's own; the next prefill overwrites its entries.
+
+The entries of a drafter with one layer do not depend on attention. So tokens whose states nobody
+needs, prompts above all, skip attention and MLP, and those of steps that do not draft are deferred
+and processed together (`PendingTokens`).
 
     slots    | exact, up to the token before x ............ | scratch: level 1 | level 2 | ...
     tokens     t1 t2 ... x (drawn last)                       k nodes            k nodes
@@ -19,7 +22,8 @@ The host knows only shapes and upper bounds. No host sync.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,13 +31,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_medusa.heads.files import is_finite
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration.eagle import scratch_of
-from vllm_medusa.integration.eagle_kernel import eagle_cache, eagle_weights
+from vllm_medusa.integration.eagle_kernel import eagle_cache, eagle_weights, entry_layer
 from vllm_medusa.noise import LevelNoise, Noise, Stream
 from vllm_medusa.proposer.beam import beam_call
 from vllm_medusa.proposer.build import build_tree
@@ -46,6 +51,22 @@ from vllm_medusa.tree.dynamic import Beam
 NO_SLOT = -1  # slot of entries that are not stored
 _MAX_PENDING_ROWS = 128  # max pending rows processed in one step
 _MAX_PENDING_STEPS = 32  # max steps to defer
+_ENTRIES_FROM = 64  # min rows besides the last ones for which computing only entries is faster
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """T tokens, as the drafter's layer takes them."""
+
+    next_ids: Tensor  # integer [T], the next token of each
+    positions: Tensor  # int64 [T]
+    slots: Tensor  # int64 [T], of their cache entries; or `NO_SLOT`
+    features: Tensor  # [T, features], the target's hidden states
+
+    def at(self, rows: Tensor) -> Tokens:
+        """Some of them."""
+        whole = self.next_ids, self.positions, self.slots, self.features
+        return Tokens(*(values[rows] for values in whole))
 
 
 @dataclass(frozen=True)
@@ -58,10 +79,23 @@ class AcceptedPaths:
 
     common: CommonAttentionMetadata  # of these rows; slots are `NO_SLOT` after ``last``
     last: Tensor  # int64 [B], the row of each request's last token
-    next_ids: Tensor  # integer [T], the next token of each
-    positions: Tensor  # int64 [T]
-    features: Tensor  # [T, features], the target's hidden states
+    tokens: Tokens
     ends: Tensor  # int64 [B], the position after each request's last token
+
+    def ending(self) -> AcceptedPaths:
+        """Only each request's last token, after the cache entries of the others."""
+        count, device = len(self.ends), self.ends.device
+        tokens = self.tokens.at(self.last)
+        common = replace(
+            self.common,
+            query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=device),
+            query_start_loc_cpu=torch.arange(count + 1, dtype=torch.int32),
+            seq_lens=self.ends.to(torch.int32),
+            num_actual_tokens=count,
+            max_query_len=1,
+            slot_mapping=tokens.slots,
+        )
+        return AcceptedPaths(common, torch.arange(count, device=device), tokens, self.ends)
 
 
 @dataclass(frozen=True)
@@ -128,9 +162,12 @@ def accepted_paths(
     return AcceptedPaths(
         common=common,
         last=first + last,
-        next_ids=next_ids.index_copy(0, first + last, next_tokens),
-        positions=positions,
-        features=torch.cat([state[row] for state in features], -1),
+        tokens=Tokens(
+            next_ids=next_ids.index_copy(0, first + last, next_tokens),
+            positions=positions,
+            slots=slots,
+            features=torch.cat([state[row] for state in features], -1),
+        ),
         ends=computed + last + 1,
     )
 
@@ -147,6 +184,7 @@ class EagleTrees:
     tree = None
     target_ids: Tensor | None = None  # int64 [V_draft]; None: same vocabulary
     kernel: EagleBeam | None = None  # for few rows on CPUs
+    _entry_layer: Any = None  # see `eagle_kernel.entry_layer`
     _known_cache: EagleCache | None = None
 
     @property
@@ -173,22 +211,71 @@ class EagleTrees:
         if weights is not None and EagleBeam.serves(weights, self.beam):
             dtype = self.vllm_config.speculative_config.draft_model_config.hf_config.dtype
             self.kernel = EagleBeam(weights, exact=str(dtype).endswith("float32"))  # as stored
+        self._entry_layer = entry_layer(self.model)
+
+    @property
+    def enters(self) -> bool:
+        """Whether `enter` is possible."""
+        names = [name for group in self.draft_attn_groups for name in group.layer_names]
+        if len(names) != 1:
+            return False
+        layer = self.vllm_config.compilation_config.static_forward_context[names[0]]
+        backend = layer.attn_backend
+        return not backend.is_mla() and not backend.forward_includes_kv_cache_update
 
     @torch.inference_mode()
-    def prefill(self, paths: AcceptedPaths) -> Roots:
-        """Compute the exact cache entries of the accepted tokens."""
-        features, common, last = paths.features, paths.common, paths.last
+    def enter(self, tokens: Tokens) -> None:
+        """Compute only the cache entries of tokens.
+
+        Without metadata vLLM's attention writes its entries and returns; EAGLE-3's layer is not run
+        beyond them either.
+        """
+        features, layer = tokens.features, self._entry_layer
+        if self.method == "eagle3":
+            features = self.model.combine_hidden_states(features)
+        if layer is None:
+            self._forward(None, tokens.next_ids, tokens.positions, features, slots=tokens.slots)
+            return
+        attention = layer.self_attn
+        embeds = layer.input_layernorm(self.model.embed_input_ids(tokens.next_ids))
+        states = torch.cat([embeds, layer.hidden_norm(features)], -1)
+        qkv, _ = attention.qkv_proj(states)
+        sizes = attention.q_size, attention.kv_size, attention.kv_size
+        query, key, value = qkv.split(sizes, -1)
+        _, key = attention.rotary_emb(tokens.positions, query, key)
+        cached = attention.attn
+        with self._context(None, len(features), tokens.slots):
+            unified_kv_cache_update(
+                key.view(-1, cached.num_kv_heads, cached.head_size),
+                value.view(-1, cached.num_kv_heads, cached.head_size_v),
+                cached.layer_name,
+            )
+
+    @torch.inference_mode()
+    def prefill(self, paths: AcceptedPaths, *, drafts: bool = True) -> Roots | None:
+        """Compute the exact cache entries of the accepted tokens.
+
+        Returns the roots after them, or None if they are not needed: not ``drafts``.
+        """
+        others = len(paths.tokens.positions) - len(paths.ends)
+        if self.enters and (not drafts or (self._entry_layer and others >= _ENTRIES_FROM)):
+            self.enter(paths.tokens)
+            if not drafts:
+                return None
+            paths = paths.ending()
+        tokens, common, last = paths.tokens, paths.common, paths.last
+        features, positions = tokens.features, tokens.positions
         table, longest = common.block_table_tensor, common.max_seq_len
         cache = self._cache(len(features))
         if cache is not None and self.kernel is not None:
             starts = common.query_start_loc[:-1].to(torch.int64)
-            rows = starts, last, paths.next_ids, paths.positions, common.slot_mapping, features
+            rows = starts, last, tokens.next_ids, positions, common.slot_mapping, features
             normed, hidden = self.kernel.prefill(cache, table, *rows)
             dtype = features.dtype
             return Roots(normed.to(dtype), hidden.to(dtype), paths.ends, longest, table)
         if self.method == "eagle3":
             features = self.model.combine_hidden_states(features)
-        normed, hidden = self._forward(common, paths.next_ids, paths.positions, features)
+        normed, hidden = self._forward(common, tokens.next_ids, positions, features)
         return Roots(normed[last], hidden[last], paths.ends, longest, table)
 
     @torch.inference_mode()
@@ -234,28 +321,14 @@ class EagleTrees:
 
     def _forward(
         self,
-        common: CommonAttentionMetadata,
+        common: CommonAttentionMetadata | None,  # None: no attention
         token_ids: Tensor,  # [T]
         positions: Tensor,  # int64 [T]
         hidden: Tensor,  # [T, H]
         branches: tuple[Tensor, ...] | None = None,  # see `build_branches`; None: a chain
+        slots: Tensor | None = None,  # int64 [T]; None: those of ``common``
     ) -> tuple[Tensor, Tensor]:
-        metadata: dict[str, Any] = {}
-        slots: dict[str, Tensor] = {}
-        for group in self.draft_attn_groups:
-            builder = group.get_metadata_builder()
-            if branches is None:
-                built = builder.build(0, common)
-            else:
-                built = builder.build_branches(common, *branches)
-            metadata |= dict.fromkeys(group.layer_names, built)
-            slots |= dict.fromkeys(group.layer_names, common.slot_mapping)
-        with set_forward_context(
-            metadata or None,  # no cache in vLLM's memory profiling
-            self.vllm_config,
-            num_tokens=common.num_actual_tokens,
-            slot_mapping=slots or None,
-        ):
+        with self._context(common, len(hidden), slots, branches):
             states = self.model(
                 input_ids=token_ids.to(torch.int32),
                 positions=positions,
@@ -263,6 +336,36 @@ class EagleTrees:
                 inputs_embeds=None,
             )
         return states if isinstance(states, tuple) else (states, states)
+
+    def _context(
+        self,
+        common: CommonAttentionMetadata | None,
+        rows: int,
+        slots: Tensor | None,
+        branches: tuple[Tensor, ...] | None = None,
+    ) -> AbstractContextManager[None]:
+        """A forward context of vLLM; arguments as in `_forward`."""
+        metadata: dict[str, Any] = {}
+        if slots is None and common is not None:
+            slots = common.slot_mapping
+        by_layer: dict[str, Tensor | None] = {}
+        for group in self.draft_attn_groups:
+            by_layer |= dict.fromkeys(group.layer_names, slots)
+            if common is None:
+                continue
+            builder = group.get_metadata_builder()
+            if branches is None:
+                built = builder.build(0, common)
+            else:
+                built = builder.build_branches(common, *branches)
+            metadata |= dict.fromkeys(group.layer_names, built)
+        context: AbstractContextManager[None] = set_forward_context(
+            metadata or None,  # no cache in vLLM's memory profiling
+            self.vllm_config,
+            num_tokens=rows,
+            slot_mapping=by_layer or None,
+        )
+        return context
 
     def _cache(self, rows: int) -> EagleCache | None:
         """The layer's cache for the kernel; None if it does not serve this many rows."""
@@ -283,66 +386,49 @@ class EagleTrees:
 
 
 class PendingTokens:
-    """Tokens of plain steps, run through the drafter many at a time, like prompts.
+    """Tokens of plain steps, run through the drafter many at a time.
 
     A plain step adds one token per request. Its cache entries are needed only when the drafter
     drafts next, or when other requests run, which may share them as a prefix or reuse their slots.
-    The entries of that later step are added after them.
     """
 
     def __init__(self, drafter: EagleTrees) -> None:
         self._drafter = drafter
         self._requests: list[str] = []
-        self._steps: list[AcceptedPaths] = []
+        self._table: Tensor | None = None  # int32 [B, blocks], of the latest step
+        self._steps: list[tuple[Tensor, Tensor, Tensor]] = []  # see `add`
 
-    def roots(
-        self, requests: Sequence[str], paths: AcceptedPaths, *, plain: bool, drafts: bool
-    ) -> Roots | None:
-        """Add a step's tokens, and process all pending ones if due.
-
-        ``plain``: each of the step's ``requests`` has one row. ``drafts``: the roots are needed.
-        """
-        if not plain or self._requests != requests:
+    def add(
+        self,
+        requests: Sequence[str],
+        ends: Tensor,  # integer [B], each request's number of tokens with a cache entry
+        next_tokens: Tensor,  # integer [B]
+        features: Sequence[Tensor],  # [>= B, H] each, hidden states of the target
+        block_table: Tensor,  # int32 [B, blocks]
+    ) -> None:
+        """Defer a plain step's tokens, if the drafter `enters`. The runner's tensors are copied."""
+        if self._requests != requests:
             self.flush()
-        if not plain:
-            return self._drafter.prefill(paths)
-        self._requests = list(requests)
-        if not drafts:  # the runner owns the table and changes it
-            table = paths.common.block_table_tensor.clone()
-            paths = replace(paths, common=replace(paths.common, block_table_tensor=table))
-        self._steps.append(paths)
+            self._requests = list(requests)
+        count = len(requests)
+        states = torch.cat([state[:count] for state in features], -1)
+        self._steps.append((ends.clone(), next_tokens.clone(), states))
+        self._table = block_table.clone()
         depth = len(self._steps)
-        enough = depth >= _MAX_PENDING_STEPS or depth * len(requests) >= _MAX_PENDING_ROWS
-        return self.flush() if drafts or enough else None
+        if depth >= _MAX_PENDING_STEPS or depth * count >= _MAX_PENDING_ROWS:
+            self.flush()
 
-    def flush(self) -> Roots | None:
-        """Compute the entries of all pending tokens; returns the roots after them, if any."""
+    def flush(self) -> None:
+        """Compute the entries of all pending tokens."""
         steps, self._steps = self._steps, []
-        if len(steps) <= 1:
-            return self._drafter.prefill(steps[0]) if steps else None
-        last, depth = steps[-1], len(steps)
-
-        def in_turn(values: Iterable[Tensor]) -> Tensor:  # request by request
-            return torch.stack([*values], 1).flatten(0, 1)
-
-        starts = last.common.query_start_loc * depth
-        common = replace(
-            last.common,
-            query_start_loc=starts,
-            query_start_loc_cpu=last.common.query_start_loc_cpu * depth,
-            num_actual_tokens=last.common.num_actual_tokens * depth,
-            max_query_len=depth,
-            slot_mapping=in_turn(step.common.slot_mapping for step in steps),
-        )
-        paths = replace(
-            last,
-            common=common,
-            last=starts[1:].to(torch.int64) - 1,
-            next_ids=in_turn(step.next_ids for step in steps),
-            positions=in_turn(step.positions for step in steps),
-            features=in_turn(step.features for step in steps),
-        )
-        return self._drafter.prefill(paths)
+        if not steps:
+            return
+        ends, next_ids, features = (torch.cat(values) for values in zip(*steps, strict=True))
+        positions = ends.to(torch.int64) - 1
+        assert self._table is not None
+        requests = torch.arange(len(self._table), device=ends.device).repeat(len(steps))
+        slots = self._drafter.slots(self._table, requests, positions)
+        self._drafter.enter(Tokens(next_ids, positions, slots, features))
 
 
 class _Branches:

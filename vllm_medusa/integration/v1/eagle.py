@@ -56,18 +56,26 @@ class EagleModelRunner(MedusaModelRunner):
     ) -> Roots | None:
         """Process accepted tokens; those of plain steps are deferred to steps that draft."""
         sampled_token_ids, _, hidden_states, auxiliary, _, common, *_ = args
-        count = self.input_batch.num_reqs
-        starts = common.query_start_loc_cpu[: count + 1].numpy()
-        scheduled, ends = np.diff(starts), self.seq_lens[:count].to(torch.int64)
-        drafts, deepest = np.zeros_like(scheduled), 0
-        if step is not None and verdict is not None:
-            drafts, deepest = step.num_nodes - 1, int(verdict.path.num_accepted.max())
+        count, table = self.input_batch.num_reqs, common.block_table_tensor
+        seq_lens, rows = self.seq_lens[:count], scheduler_output.total_num_scheduled_tokens
+        features = auxiliary if self.use_aux_hidden_state_outputs else [hidden_states]
         next_tokens = self.drafter.prepare_next_token_ids_cpu(
             sampled_token_ids,
             self.requests,
             self.input_batch,
             scheduler_output.num_scheduled_tokens,
         )
+        drafting = scheduler_output.num_spec_tokens_to_schedule > 0
+        if step is None and not drafting and rows == count and self.drafter.enters:
+            names = self.input_batch.req_ids
+            self._pending.add(names, seq_lens, next_tokens, features, table[:count])
+            return None
+        self._pending.flush()
+        starts = common.query_start_loc_cpu[: count + 1].numpy()
+        scheduled, ends = np.diff(starts), seq_lens.to(torch.int64)
+        drafts, deepest = np.zeros_like(scheduled), 0
+        if step is not None and verdict is not None:
+            drafts, deepest = step.num_nodes - 1, int(verdict.path.num_accepted.max())
         paths = accepted_paths(
             self.drafter,
             verdict,
@@ -78,13 +86,8 @@ class EagleModelRunner(MedusaModelRunner):
             ends - torch.from_numpy(scheduled),
             self.input_ids.gpu,
             next_tokens.to(torch.int64),
-            auxiliary if self.use_aux_hidden_state_outputs else [hidden_states],
-            common.block_table_tensor[:count],
+            features,
+            table[:count],
             int(ends.max()),
         )
-        return self._pending.roots(
-            self.input_batch.req_ids,
-            paths,
-            plain=step is None and len(paths.positions) == count,
-            drafts=scheduler_output.num_spec_tokens_to_schedule > 0,
-        )
+        return self.drafter.prefill(paths, drafts=drafting)

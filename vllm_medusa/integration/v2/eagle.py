@@ -107,15 +107,19 @@ class EagleTreeSpeculator(TreeSpeculator):
         table = torch.zeros(count, 1, dtype=torch.int32, device=device)
         if self.drafter.draft_attn_groups:
             table = self.block_tables.input_block_tables[self._group][:count]
-        scheduled = batch.num_scheduled_tokens
+        seq_lens, plain = batch.seq_lens[:count], verdict is None and batch.num_tokens == count
+        if plain and not drafts and not dummy_run and self.drafter.enters:
+            self._pending.add(batch.req_ids, seq_lens, next_tokens, features, table)
+            return None
+        self._pending.flush()
         paths = accepted_paths(
             self.drafter,
             verdict,
             0 if verdict is None else verdict.path.nodes.shape[1] - 1,
             batch.query_start_loc_np,
-            scheduled,
+            batch.num_scheduled_tokens,
             np.diff(batch.cu_num_logits_np[: count + 1]) - 1,
-            batch.seq_lens[:count].to(torch.int64) - batch.query_start_loc[: count + 1].diff(),
+            seq_lens.to(torch.int64) - batch.query_start_loc[: count + 1].diff(),
             batch.input_ids,
             next_tokens,
             features,
@@ -124,6 +128,4 @@ class EagleTreeSpeculator(TreeSpeculator):
         )
         if dummy_run:
             paths.common.slot_mapping.fill_(NO_SLOT)
-            return self.drafter.prefill(paths)
-        plain = verdict is None and len(paths.positions) == count
-        return self._pending.roots(batch.req_ids, paths, plain=plain, drafts=drafts)
+        return self.drafter.prefill(paths, drafts=drafts or dummy_run)
