@@ -22,11 +22,11 @@ import numpy.typing as npt
 from vllm_medusa.budget.cost import Floats, StepCost
 from vllm_medusa.budget.expected_acceptance import RANGE_ENDS, Drafted, ExpectedAcceptance
 
-START, STOP = 1.03, 1.0  # expected speed against plain steps at which drafting begins and ends
+START, STOP = 1.06, 1.02  # expected speed against plain steps at which drafting begins and ends
 FORCED_PAY = 1.5  # min expected speed for drafts without heads, whose search takes time
 _PLAN_MS = 250.0  # how long a plan is reused, in step time
 _TRIAL_STEPS = 3
-_TRIAL_SHARE = 0.005  # max share of time lost to trials
+_TRIAL_SHARE = 0.003  # max share of time lost to trials
 _MAX_SAVED = 2.0  # max savings, in trials of the most expensive kind
 _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # offsets from the best size to sizes to try

@@ -49,7 +49,7 @@ from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 
 NO_SLOT = -1  # slot of entries that are not stored
-_MAX_PENDING_ROWS = 128  # max pending rows processed in one step
+_MAX_PENDING_ROWS = 512  # max pending rows processed in one step
 _MAX_PENDING_STEPS = 32  # max steps to defer
 _ENTRIES_FROM = 64  # min rows besides the last ones for which computing only entries is faster
 
