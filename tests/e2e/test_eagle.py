@@ -199,6 +199,23 @@ def test_lost_steps_are_detected(case: Case, llm: LLM, plain: Any, monkeypatch: 
         run(case, llm, plain, every=1)
 
 
+def test_prompts_enter_without_attention(
+    case: Case, llm: LLM, plain: Any, monkeypatch: Patch
+) -> None:
+    """All but the last token of a prompt; without their entries the drafter's states differ."""
+    rows = []
+
+    def nothing(self: Any, tokens: Any) -> None:
+        rows.append(len(tokens.positions))
+
+    assert llm.reset_prefix_cache()
+    monkeypatch.setattr(EagleTrees, "enter", nothing)
+    with pytest.raises(AssertionError, match="not close"):
+        run(case, llm, plain, every=1)
+    assert max(rows) > 64
+    assert llm.reset_prefix_cache()
+
+
 def entries_kept(patch: Patch, llm: LLM) -> None:
     """Accepted paths keep the entries from drafting; only the last token's is recomputed."""
     prefill = EagleTrees.prefill

@@ -96,7 +96,7 @@ _METRICS = (
     _Metric("expected_us", "expected_ms", "Expected time of the timed steps.", 1e3, timed=True),
     _Metric("chosen", "budget_nodes", "Draft nodes chosen for the latest step.", is_gauge=True),
     _Metric("ratio", "expected_ratio", "Expected speed with drafts relative to plain steps. "
-            "Drafting starts above 1.03; it stops at 1, or if steps prove slower.", 1e3,
+            "Drafting starts above 1.06; it stops at 1.02, or if steps prove slower.", 1e3,
             is_gauge=True, timed=True),
 )  # fmt: skip
 
