@@ -6,9 +6,9 @@ can be exact: after each verification the accepted path is run through the draft
 target's own hidden states, into the path's slots. Branches use scratch slots after them. A branch's
 hidden states are the drafter's own; the next prefill overwrites its entries.
 
-The entries of a drafter with one layer do not depend on attention. So tokens whose states nobody
-needs, prompts above all, skip attention and MLP, and those of steps that do not draft are deferred
-and processed together (`PendingTokens`).
+The entries of a drafter with one layer do not depend on attention. So tokens whose states are not
+needed, mostly prompts, skip it (`EagleTrees.enter`), and those of steps that do not draft are
+deferred and processed together (`PendingTokens`).
 
     slots    | exact, up to the token before x ............ | scratch: level 1 | level 2 | ...
     tokens     t1 t2 ... x (drawn last)                       k nodes            k nodes
@@ -49,7 +49,7 @@ from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 
 NO_SLOT = -1  # slot of entries that are not stored
-_MAX_PENDING_ROWS = 512  # max pending rows processed in one step
+_MAX_PENDING_ROWS = 128  # max pending rows processed in one step
 _MAX_PENDING_STEPS = 32  # max steps to defer
 _ENTRIES_FROM = 64  # min rows besides the last ones for which computing only entries is faster
 
@@ -83,7 +83,7 @@ class AcceptedPaths:
     ends: Tensor  # int64 [B], the position after each request's last token
 
     def ending(self) -> AcceptedPaths:
-        """Only each request's last token, after the cache entries of the others."""
+        """Only each request's last token; the entries of the others must be in the cache."""
         count, device = len(self.ends), self.ends.device
         tokens = self.tokens.at(self.last)
         common = replace(
@@ -406,7 +406,7 @@ class PendingTokens:
         features: Sequence[Tensor],  # [>= B, H] each, hidden states of the target
         block_table: Tensor,  # int32 [B, blocks]
     ) -> None:
-        """Defer a plain step's tokens, if the drafter `enters`. The runner's tensors are copied."""
+        """Defer a plain step's tokens; the drafter must be one that `enters`. Copies tensors."""
         if self._requests != requests:
             self.flush()
             self._requests = list(requests)

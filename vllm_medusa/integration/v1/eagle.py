@@ -54,7 +54,7 @@ class EagleModelRunner(MedusaModelRunner):
     def _draft_states(
         self, step: TreeStep | None, verdict: Verdict | None, scheduler_output: Any, *args: Any
     ) -> Roots | None:
-        """Process accepted tokens; those of plain steps are deferred to steps that draft."""
+        """Process accepted tokens; those of plain steps may be deferred, see `PendingTokens`."""
         sampled_token_ids, _, hidden_states, auxiliary, _, common, *_ = args
         count, table = self.input_batch.num_reqs, common.block_table_tensor
         seq_lens, rows = self.seq_lens[:count], scheduler_output.total_num_scheduled_tokens

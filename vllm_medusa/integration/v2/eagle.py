@@ -98,7 +98,7 @@ class EagleTreeSpeculator(TreeSpeculator):
         drafts: bool,
         dummy_run: bool,
     ) -> Roots | None:
-        """Process accepted tokens; those of plain steps are deferred to steps that draft."""
+        """Process accepted tokens; those of plain steps may be deferred, see `PendingTokens`."""
         features = [last_hidden_states]
         if self.drafter.reads_layers:
             assert aux_hidden_states is not None
