@@ -103,10 +103,11 @@ class EagleTreeSpeculator(TreeSpeculator):
         if self.drafter.reads_layers:
             assert aux_hidden_states is not None
             features = aux_hidden_states
-        count, device = batch.num_reqs, self.device
-        table = torch.zeros(count, 1, dtype=torch.int32, device=device)
+        count = batch.num_reqs
         if self.drafter.draft_attn_groups:
             table = self.block_tables.input_block_tables[self._group][:count]
+        else:  # no cache yet
+            table = torch.zeros(count, 1, dtype=torch.int32, device=self.device)
         seq_lens, plain = batch.seq_lens[:count], verdict is None and batch.num_tokens == count
         if plain and not drafts and not dummy_run and self.drafter.enters:
             self._pending.add(batch.req_ids, seq_lens, next_tokens, features, table)
