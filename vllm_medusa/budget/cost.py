@@ -145,8 +145,8 @@ class StepCost:
         return math.exp(self._log_speed) * found
 
     def plain_ms(self, requests: int) -> float:
-        """Expected time of a step without drafts and heads."""
-        return self._scalar(self._plain, requests) * math.exp(self._log_speed)
+        """Expected time of a step without drafts and heads, by the nearest counts alone."""
+        return self._plain.own_at(requests) * math.exp(self._log_speed)
 
     def observe(self, rows: int, requests: int, limit: int, ms: float) -> float | None:
         """Update from a step; return its expected milliseconds.
@@ -177,11 +177,7 @@ class StepCost:
             for curve in (self._plain, self._trees, self._heads):
                 curve.scale(error)
             error = 0.0
-        expected = self._scalar(self._plain, rows)
-        expected += self._scalar(self._trees, nodes) if nodes else 0.0
-        if limit > 0:
-            expected += self._scalar(self._heads, requests) * self._scalar(self._limits, limit)
-        expected *= math.exp(self._log_speed)
+        expected = ms * math.exp(-error)
         self.steps += 1
         self._age(ms / 1e3)
         slopes = [(curve, knot, slope / total) for curve, knot, slope in slopes]
@@ -224,11 +220,6 @@ class StepCost:
     @staticmethod
     def _at(curve: _Curve, counts: Any) -> Any:
         return np.interp(counts, curve.knots, curve.values)
-
-    @staticmethod
-    def _scalar(curve: _Curve, count: int) -> float:
-        values = curve.values
-        return sum(weight * float(values[knot]) for knot, weight in curve.beside(count))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without variances."""

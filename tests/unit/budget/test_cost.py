@@ -30,7 +30,8 @@ def test_observed_costs_are_reproduced():
         for rows, limit in ((requests, 0), (2 * requests, 1), (4 * requests, 1)):
             expected = curve(rows, requests, limit)
             assert float(cost.ms(rows, requests, limit)) == pytest.approx(expected, rel=0.06)
-        assert cost.plain_ms(requests) == pytest.approx(float(cost.ms(requests, requests, 0)))
+        plain = float(cost.ms(requests, requests, 0))
+        assert cost.plain_ms(requests) == pytest.approx(plain, rel=0.01)
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.2])
@@ -172,18 +173,18 @@ def test_a_missing_file_is_not_an_error_but_an_unusable_folder_is(tmp_path):
     assert "can't be written" in CostStore(tmp_path / "file", OF, 64).save(learned(60))
 
 
-def test_a_single_knot_equals_the_curve():
-    """Whether or not the others were updated before."""
+def test_a_single_knot_is_near_the_curve():
+    """Whether or not the others were updated before; the curve takes its neighbors into account."""
     one, other = StepCost(64), StepCost(64)
     rng = np.random.default_rng(0)
     for _ in range(200):
         rows, requests = int(rng.integers(4, 64)), int(rng.integers(1, 5))
         for cost in (one, other):
             cost.observe(rows, requests, 2, 10.0 + rows)
-        assert one.plain_ms(8) == pytest.approx(float(one.ms(8, 8, 0)))
+        assert one.plain_ms(8) == pytest.approx(float(one.ms(8, 8, 0)), rel=0.1)
     assert one.plain_ms(8) == pytest.approx(other.plain_ms(8))
     expected = float(one.ms(9, 4, 2))
-    assert one.observe(9, 4, 2, 12.0) == pytest.approx(expected)
+    assert one.observe(9, 4, 2, 12.0) == pytest.approx(expected, rel=0.05)
     assert one.observe(0, 4, 2, 12.0) is None
 
 
