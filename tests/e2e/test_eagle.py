@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from support.eagle_runs import (
     PARAMS,
     Case,
     assert_chain_of_vllm,
+    drafting_every_fifth_step,
     eagle_config,
+    exact_after_plain_steps,
     exact_in_mixed_steps,
     mixed_steps,
     run,
@@ -31,7 +32,6 @@ from support.reference import differing
 from support.spies import recorded_steps, tree_rows
 from vllm import LLM
 
-from vllm_medusa.budget.policy import FixedBudget
 from vllm_medusa.integration import cpu_attention
 from vllm_medusa.integration.eagle_trees import EagleTrees, PendingTokens
 from vllm_medusa.noise import Seeds
@@ -104,26 +104,8 @@ def test_exact_in_mixed_steps(case: Case, llm: LLM, plain: Any) -> None:
     exact_in_mixed_steps(case, llm, plain)
 
 
-def drafting_every_fifth_step(patch: Patch) -> list[int]:
-    """Every fifth step drafts. Returns, for each flush, the number of pending steps."""
-    steps, waited = itertools.count(), []
-    flush = PendingTokens.flush
-
-    def counted(self: Any) -> Any:
-        waited.append(len(self._steps))
-        return flush(self)
-
-    patch.setattr(PendingTokens, "flush", counted)
-    patch.setattr(FixedBudget, "limit", lambda *_: 0 if next(steps) % 5 else 12)
-    return waited
-
-
 def test_exact_after_plain_steps(case: Case, llm: LLM, plain: Any, monkeypatch: Patch) -> None:
-    """Tokens of plain steps are processed later, but before anything reads their entries."""
-    waited, preempted = drafting_every_fifth_step(monkeypatch), metric(llm, "num_preemptions")
-    assert run(case, llm, plain, every=1) > 50
-    assert metric(llm, "num_preemptions") > preempted
-    assert max(waited) > 2
+    exact_after_plain_steps(case, llm, plain, monkeypatch)
 
 
 def test_the_kernel_drafts_what_torch_drafts(

@@ -14,6 +14,7 @@ from support.eagle_runs import (
     TOKENS,
     Case,
     assert_chain_of_vllm,
+    exact_after_plain_steps,
     exact_in_mixed_steps,
     mixed_steps,
     run,
@@ -81,6 +82,11 @@ def llm(case: Case, plain: Any) -> Iterator[LLM]:
 
 def test_exact_in_mixed_steps(case: Case, llm: LLM, plain: Any) -> None:
     exact_in_mixed_steps(case, llm, plain)
+
+
+def test_exact_after_plain_steps(case: Case, llm: LLM, plain: Any, monkeypatch: Patch) -> None:
+    """Entries are then computed by vLLM's module, without attention."""
+    exact_after_plain_steps(case, llm, plain, monkeypatch)
 
 
 def norm_left_out(patch: Patch) -> None:

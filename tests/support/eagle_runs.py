@@ -5,6 +5,7 @@ Runs are compared with vLLM's own chain, and plant future tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from support.planted import planted
 from support.reference import differing
 from support.runner import sized
 from support.spies import mean_accepted, recorded_steps
+from vllm_medusa.budget.policy import FixedBudget
+from vllm_medusa.integration.eagle_trees import PendingTokens
 
 LAYERS = (1, 2, 3)
 LEARNED, TOKENS = 12, 32
@@ -90,6 +93,28 @@ def exact_in_mixed_steps(case: Case, llm: LLM, plain: Any) -> None:
     assert run(case, llm, plain, every=sized(5, 3)) > 50
     assert metric(llm, "num_preemptions") > preempted
     assert metric(llm, "prefix_cache_hits") > hits
+
+
+def drafting_every_fifth_step(patch: pytest.MonkeyPatch) -> list[int]:
+    """Every fifth step drafts. Returns, for each flush, the number of pending steps."""
+    steps, waited = itertools.count(), []
+    flush = PendingTokens.flush
+
+    def counted(self: Any) -> Any:
+        waited.append(len(self._steps))
+        return flush(self)
+
+    patch.setattr(PendingTokens, "flush", counted)
+    patch.setattr(FixedBudget, "limit", lambda *_: 0 if next(steps) % 5 else 12)
+    return waited
+
+
+def exact_after_plain_steps(case: Case, llm: LLM, plain: Any, patch: pytest.MonkeyPatch) -> None:
+    """Tokens of plain steps are processed later, but before anything reads their entries."""
+    waited, preempted = drafting_every_fifth_step(patch), metric(llm, "num_preemptions")
+    assert run(case, llm, plain, every=1) > 50
+    assert metric(llm, "num_preemptions") > preempted
+    assert max(waited) > 2
 
 
 def run(case: Case, llm: LLM, plain: Any, every: int, some: slice = slice(None)) -> int:
