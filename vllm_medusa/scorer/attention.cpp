@@ -46,60 +46,90 @@ struct Scratch {  // of an item with R rows
 // The two products of an item, with vectors: each key and value is read once for R rows.
 template <class T, bool paired> struct Products {
   static constexpr int TILE = 8, STEP = W;  // rows of a full item; keys
+  static constexpr int N = W / 8;           // vectors at a time: TILE * N sums fit the registers
   static constexpr bool ROUNDS_WEIGHTS = false;
 
   template <int R>
   static void logits(const Plan& plan, const T* keys, const int32_t* blocks, const Scratch& at) {
-    const int64_t D = plan.dim, size = plan.block_size;
-    for (int64_t t = at.start; t < at.start + at.length; t += W) {
+    const int64_t D = plan.dim, size = plan.block_size, end = at.start + at.length;
+    for (int64_t t = at.start; t < end;) {
       const int64_t in = t % size;
       const T* from = keys + blocks[t / size] * plan.block_stride;
-      Floats logits[R] = {};
+      float* to = at.weights + t - at.start;
       if constexpr (paired) {
         from += in / 16 * 16 * D + in % 16 * 2;
+        Floats logits[R] = {};
         for (int64_t d = 0; d < D; d += 2) {
           const Words both = load_as<Words>(from + d * 16);
           const Floats even = (Floats)(both << 16), odd = (Floats)(both & 0xffff0000u);
           for (int r = 0; r < R; r++) logits[r] += at.queries[r * D + d] * even;
           for (int r = 0; r < R; r++) logits[r] += at.queries[r * D + d + 1] * odd;
         }
+        for (int r = 0; r < R; r++) store(to + r * at.length, logits[r]);
+        t += W;
+      } else if (std::min(end, t - in + size) - t >= N * W) {
+        vector_logits<R, N>(plan, from + in, at, to);
+        t += N * W;
       } else {
-        for (int64_t d = 0; d < D; d++) {
-          const Floats key = load(from + d * size + in);
-          for (int r = 0; r < R; r++) logits[r] += at.queries[r * D + d] * key;
-        }
+        vector_logits<R, 1>(plan, from + in, at, to);
+        t += W;
       }
-      for (int r = 0; r < R; r++) store(at.weights + r * at.length + t - at.start, logits[r]);
     }
+  }
+
+  // Of V vectors of keys: a key's channels are `block_size` apart.
+  template <int R, int V>
+  static void vector_logits(const Plan& plan, const T* from, const Scratch& at, float* to) {
+    Floats logits[V][R] = {};
+    for (int64_t d = 0; d < plan.dim; d++, from += plan.block_size) {
+      __builtin_prefetch(from + V * W);  // too many streams for the hardware's
+      for (int v = 0; v < V; v++) {
+        const Floats key = load(from + v * W);
+        for (int r = 0; r < R; r++) logits[v][r] += at.queries[r * plan.dim + d] * key;
+      }
+    }
+    for (int v = 0; v < V; v++)
+      for (int r = 0; r < R; r++) store(to + r * at.length + v * W, logits[v][r]);
   }
 
   template <int R>
   static void sums(const Plan& plan, const T* values, const int32_t* blocks, const Item& item,
                    const Scratch& at) {
     const int64_t D = plan.dim, size = plan.block_size;
-    for (int64_t d = 0; d < D; d += W) {
-      Floats sum[R] = {};
-      for (int64_t t = item.lo; t < item.hi;) {
-        const int64_t in = t % size, end = std::min(item.hi, t - in + size);
-        const T* from = values + blocks[t / size] * plan.block_stride;
-        const float* row = at.weights + t - at.start;
-        if constexpr (paired) {
-          from += d / 16 * 16 * size + d % 16 * 2;
-          for (; t < end; t++, row++) {
-            const Words both = load_as<Words>(from + t % size / 2 * 32);
-            const Floats value = (Floats)(t % 2 ? both & 0xffff0000u : both << 16);
-            for (int r = 0; r < R; r++) sum[r] += row[r * at.length] * value;
-          }
-        } else {
-          from += in * D + d;
-          for (; t < end; t++, row++, from += D) {
-            const Floats value = load(from);
-            for (int r = 0; r < R; r++) sum[r] += row[r * at.length] * value;
-          }
-        }
-      }
-      for (int r = 0; r < R; r++) store(at.sums + r * D + d, sum[r]);
+    for (int64_t t = item.lo; t < item.hi;) {  // block by block, which the first-level cache holds
+      const int64_t in = t % size, count = std::min(item.hi - t, size - in);
+      const T* from = values + blocks[t / size] * plan.block_stride;
+      const float* weights = at.weights + t - at.start;
+      int64_t d = 0;
+      for (; d + N * W <= D; d += N * W) vector_sums<R, N>(plan, from, in, count, weights, at, d);
+      for (; d < D; d += W) vector_sums<R, 1>(plan, from, in, count, weights, at, d);
+      t += count;
     }
+  }
+
+  // Adds `count` values of a block, V vectors of channels from `d` on.
+  template <int R, int V>
+  static void vector_sums(const Plan& plan, const T* block, int64_t in, int64_t count,
+                          const float* weights, const Scratch& at, int64_t d) {
+    const int64_t D = plan.dim, size = plan.block_size;
+    Floats sum[V][R];
+    for (int v = 0; v < V; v++)
+      for (int r = 0; r < R; r++) sum[v][r] = load(at.sums + r * D + d + v * W);
+    for (int64_t i = 0; i < count; i++, in++)
+      for (int v = 0; v < V; v++) {
+        const int64_t c = d + v * W;
+        Floats value;
+        if constexpr (paired) {
+          const T* pair = block + c / 16 * 16 * size + c % 16 * 2 + in / 2 * 32;
+          const Words both = load_as<Words>(pair);
+          value = (Floats)(in % 2 ? both & 0xffff0000u : both << 16);
+        } else {
+          value = load(block + in * D + c);
+        }
+        for (int r = 0; r < R; r++) sum[v][r] += weights[r * at.length + i] * value;
+      }
+    for (int v = 0; v < V; v++)
+      for (int r = 0; r < R; r++) store(at.sums + r * D + d + v * W, sum[v][r]);
   }
 };
 
