@@ -42,6 +42,7 @@ CASES = {  # name -> (location of its `Case`, what it measures)
     "drafters": ("compare.DRAFTERS", "tokens per step of several drafters in all forms"),
     "typical": ("typical.CASE", "typical acceptance: tokens per step and text quality"),
     "grammar": ("grammar.CASE", "steps saved by drafts for requests with a JSON schema"),
+    "peers": ("peers.CASE", "other engines for CPUs, each with its own speculation, side by side"),
     "serve": ("serve.CASE", "a server under open load"),
     "soak": ("soak.CASE", "a server under thousands of mixed requests: answers, memory"),
     "profile": ("profile.CASE", "time per part of a decode step"),
