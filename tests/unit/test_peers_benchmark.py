@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,7 +75,7 @@ def test_a_child_process_generates_and_reports_its_steps():
 
 
 def test_a_failing_engine_says_why(tmp_path):
-    with pytest.raises(JobFailed, match=r"no such engine|KeyError: 'none'"):
+    with pytest.raises(JobFailed, match="KeyError: 'none'"):
         worker(engine="none")
     (tmp_path / "python").write_text("#!/bin/sh\necho it broke >&2\nexit 3\n")
     (tmp_path / "python").chmod(0o755)
@@ -102,8 +103,8 @@ def test_rows_of_engines_that_can_and_cannot_run(options, monkeypatch):
     monkeypatch.setattr(peers_setup, "_environment", refuse)
     monkeypatch.setattr(peers, "vllm_engine", fake_vllm)
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    object.__setattr__(options, "only", "n-gram|suffix|transformers|OpenVINO fp16, lookup")
-    object.__setattr__(options, "batch", (1, 2))
+    only = "n-gram|suffix|transformers|OpenVINO fp16, lookup"
+    options = replace(options, only=only, batch=(1, 2))
     rows = {row["name"]: row for row in (row.to_dict() for row in peers.run(options, SILENT))}
     assert "not installed" in rows["vLLM, suffix decoding"]["note"]
     for method in ("plain", "lookup"):
