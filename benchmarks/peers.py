@@ -233,10 +233,11 @@ def peers(options: PeersOptions, eos: list[int], progress: Progress) -> Iterator
         folder = options.environments.expanduser()
         python, files = prepare(folder, kind, weights, options.target, drafter, progress)
         ids = options.cores or sorted(os.sched_getaffinity(0))
-        own = {"engine": kind, "cores": ids, "eos": eos, "knobs": knobs, "dtype": options.dtype}
+        own: dict[str, Any] = {"engine": kind, "cores": ids, "eos": eos, "knobs": knobs}
+        own |= {"dtype": options.dtype, "context": options.max_model_len}
         # OpenVINO's default cache has 8 bits
         own["properties"] = {} if weights == "int8" else {"KV_CACHE_PRECISION": "f16"}
-        return Worker(python, own | {"context": options.max_model_len} | files)
+        return Worker(python, own | files)
 
     chain = {"num_assistant_tokens": options.chain}
     tree = dict(zip(_TREE, options.tree, strict=True))

@@ -91,6 +91,8 @@ def _environment(folder: Path, engine: str, progress: Progress) -> Path:
         progress.note(f"{engine}: installing {', '.join(wanted)} in {made}, some minutes, once")
         venv.create(made, with_pip=True, clear=True)
         _run([str(python), "-m", "pip", "install", "--quiet", *wanted])
+        if engine == "openvino":  # optimum-intel requires it for images; a CUDA build can't load
+            _run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"])
         complete.touch()
     return python
 
@@ -157,7 +159,7 @@ def _write_gguf(target: Path, file: Path) -> None:
             rows, count = tensor.numpy(), heads.get(name.split(".")[-2])
             if count is not None:  # [heads, 2, D/2, H] -> [heads, D/2, 2, H]
                 rows = rows.reshape(count, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
-            own = names.get_name(name, try_suffixes=(".weight",))
+            own: Any = names.get_name(name, try_suffixes=(".weight",))
             writer.add_tensor(own, rows if rows.ndim == 1 else rows.astype("float16"))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks peers`: other engines in processes of their own, and what can't be measured."""
+"""`python -m benchmarks peers`: other engines in processes of their own."""
 
 import os
 import sys
