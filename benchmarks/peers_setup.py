@@ -24,7 +24,8 @@ from vllm_medusa.heads.eagle_tensors import LAYER_IDS
 from vllm_medusa.job import JobFailed, Progress
 
 REQUIREMENTS = {
-    "openvino": ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"),
+    # the last two are imported by optimum-intel's module with EAGLE-3
+    "openvino": ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "diffusers", "einops"),
     "llama.cpp": ("llama-cpp-python==0.3.36",),  # compiled
 }
 _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
