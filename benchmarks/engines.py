@@ -311,7 +311,8 @@ def largest_gap(target: str, differences: Sequence[Difference]) -> float:
     import torch
 
     gaps = []
-    for each in differences:
+    distinct = {(d.context, d.baseline, d.candidate): d for d in differences}
+    for each in distinct.values():  # rounds repeat most of them
         if each.baseline is not None and each.candidate is not None:
             with torch.inference_mode():
                 logits = _in_float32(target)(torch.tensor([each.context])).logits[0, -1]
@@ -334,9 +335,13 @@ def time_numbers(found: InTurn, batch: int) -> dict[str, Any]:
         return 1e3 * timed.seconds * batch / max(steps, 1)
 
     ratios = found.ratios
+    quartiles = [ratios[0], ratios[0]]
+    if len(ratios) > 1:
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        quartiles = [low, high]
     return {
         "ratio": statistics.median(ratios),
-        "ratio_quartiles": quartiles(ratios),
+        "ratio_quartiles": quartiles,
         "ratios": ratios,
         "tokens_per_second": statistics.median(found.candidate.rates),
         "plain_tokens_per_second": statistics.median(found.baseline.rates),
@@ -344,14 +349,6 @@ def time_numbers(found: InTurn, batch: int) -> dict[str, Any]:
         "plain_step_ms": step_ms(found.baseline),
         "rounds": len(ratios),
     }
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    """The lower and the upper quartile of at least one value."""
-    if len(values) == 1:
-        return [values[0], values[0]]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return [low, high]
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 It runs in the engine's environment, which has neither vLLM nor this package, and imports only the
 standard library and the engine. The first line has settings: "engine"; "cores"; "target", a folder
-or file; "eos", the ids that end an answer; "knobs", the engine's own options of speculation; and
-what one engine needs. The reply is {"version": text}. Later lines are groups of requests:
+or file; "dtype", a name in torch; "eos", the ids that end an answer; "knobs", the engine's own
+options of speculation; and what one engine needs. The reply is {"version": text}. Later lines are
+groups of requests:
 
     {"prompts": [[id, ...], ...], "seeds": [int, ...], "max_tokens": 64, "temperature": 0.7}
 
@@ -20,14 +21,16 @@ import time
 import traceback
 from collections.abc import Iterator
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 Steps = list[list[int]]  # token ids of each step of one answer
 Requests = list[tuple[list[int], int]]  # prompts and seeds
+HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's names
 
 
 class Transformers:
-    """``generate`` of transformers; "dtype" is a name in torch."""
+    """``generate`` of transformers."""
 
     def __init__(self, settings: dict[str, Any]):
         import torch
@@ -46,30 +49,21 @@ class Transformers:
         how = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         how |= {"eos_token_id": self.eos, "pad_token_id": self.eos[0], **self.knobs}
         config = GenerationConfig(max_new_tokens=max_tokens, do_sample=temperature > 0, **how)
+        received: list[Any] = []
+        streamer: Any = SimpleNamespace(put=received.append, end=lambda: None)
         for prompt, seed in requests:
+            received.clear()
             self.torch.manual_seed(seed)
-            ids, steps = self.torch.tensor([prompt]), Streamer()
+            ids = self.torch.tensor([prompt])
             mask = self.torch.ones_like(ids)
-            self.model.generate(ids, attention_mask=mask, generation_config=config, streamer=steps)
-            yield steps.received[1:]  # the first is the prompt
-
-
-class Streamer:
-    """Receives the tokens of each step of transformers' ``generate``."""
-
-    def __init__(self) -> None:
-        self.received: Steps = []
-
-    def put(self, tokens: Any) -> None:
-        """Add a step."""
-        self.received.append(tokens.flatten().tolist())
-
-    def end(self) -> None:
-        """Required by transformers."""
+            self.model.generate(
+                ids, attention_mask=mask, generation_config=config, streamer=streamer
+            )
+            yield [step.flatten().tolist() for step in received[1:]]  # the first is the prompt
 
 
 class OpenVino:
-    """The continuous batching of OpenVINO GenAI; "properties" are the CPU plugin's.
+    """The continuous batching of OpenVINO GenAI; "weights" are fp16 or int8.
 
     "drafter" is the folder of an EAGLE-3 drafter, if any. The knobs are explained in GenAI's
     documentation, concepts/optimization-techniques/speculative-decoding.
@@ -82,7 +76,10 @@ class OpenVino:
 
         self.numpy, self.tensor, self.genai = numpy, openvino.Tensor, genai
         self.eos, self.knobs, self.requests = settings["eos"], settings["knobs"], 0
-        own = settings["properties"] | {"INFERENCE_NUM_THREADS": len(settings["cores"])}
+        hint = HINTS[settings["dtype"]]
+        own = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": len(settings["cores"])}
+        if settings["weights"] != "int8":  # by default, the cache has 8 bits
+            own["KV_CACHE_PRECISION"] = "f32" if hint == "f32" else "f16"
         more: dict[str, Any] = {"prompt_lookup": True} if "max_ngram_size" in self.knobs else {}
         if settings.get("drafter"):
             more["draft_model"] = genai.draft_model(settings["drafter"], "CPU", **own)
@@ -93,8 +90,7 @@ class OpenVino:
         scheduler.max_num_batched_tokens = 1 << 15
         pipeline = genai.ContinuousBatchingPipeline
         self.pipeline: Any = pipeline(settings["target"], scheduler, "CPU", own | more)
-        dtype = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()
-        self.version = f"OpenVINO GenAI {metadata.version('openvino-genai')}, {dtype}"
+        self.version = f"OpenVINO GenAI {metadata.version('openvino-genai')}, {hint}"
 
     def generate(self, requests: Requests, max_tokens: int, temperature: float) -> list[Steps]:
         """The steps of all answers, generated as one batch."""
@@ -161,27 +157,23 @@ ENGINES = {"transformers": Transformers, "openvino": OpenVino, "llama.cpp": Llam
 
 def main() -> None:
     """Answer lines until stdin is closed."""
-    replies = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what engines print goes to stderr
-
-    def reply(message: dict[str, Any]) -> None:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
-
     try:
         settings = json.loads(sys.stdin.readline())
         os.sched_setaffinity(0, settings["cores"])
         engine: Any = ENGINES[settings["engine"]](settings)
-        reply({"version": engine.version})
+        print(json.dumps({"version": engine.version}), file=replies)
         for line in sys.stdin:
             how = json.loads(line)
             requests = list(zip(how.pop("prompts"), how.pop("seeds"), strict=True))
             start = time.perf_counter()
             answers = list(engine.generate(requests, **how))
-            reply({"seconds": time.perf_counter() - start, "answers": answers})
+            found = {"seconds": time.perf_counter() - start, "answers": answers}
+            print(json.dumps(found), file=replies)
     except Exception as error:
         traceback.print_exc()
-        reply({"error": f"{type(error).__name__}: {error}"})
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=replies)
         sys.exit(1)
 
 

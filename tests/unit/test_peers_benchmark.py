@@ -12,7 +12,7 @@ from support import assets
 from support.fake_engine import FakeEngine
 
 from benchmarks import peers, peers_setup
-from benchmarks.peers import PeersOptions, Worker
+from benchmarks.peers import PeersOptions
 from vllm_medusa.job import SILENT, JobFailed
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.engine import Sampling
@@ -21,10 +21,10 @@ from vllm_medusa.offline.prompts import Prompt
 LOOKUP = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 2}
 
 
-def worker(**more):
+def worker(python=sys.executable, **more):
     settings = {"engine": "transformers", "cores": sorted(os.sched_getaffinity(0))[:1]}
     settings |= {"target": assets.TARGET, "eos": [1], "knobs": {}, "dtype": "float32"}
-    return Worker(Path(sys.executable), settings | more)
+    return peers_setup.worker(Path(python), settings | more)
 
 
 @pytest.fixture
@@ -47,6 +47,8 @@ def options(tmp_path):
 @contextmanager
 def fake_vllm(arm, options, more):
     def run(prompts, concurrency, seed):
+        if arm.name == "n-gram" and concurrency == 2:
+            raise RuntimeError("it broke")
         return list(run_batch(prompts, FakeEngine(), concurrency=concurrency, seed=seed)), 1.0
 
     yield SimpleNamespace(run=run, pid=os.getpid(), version="fake")
@@ -75,12 +77,12 @@ def test_a_child_process_generates_and_reports_its_steps():
 
 
 def test_a_failing_engine_says_why(tmp_path):
-    with pytest.raises(JobFailed, match="KeyError: 'none'"):
-        worker(engine="none")
+    with pytest.raises(JobFailed, match="KeyError: 'none'"), worker(engine="none"):
+        pass
     (tmp_path / "python").write_text("#!/bin/sh\necho it broke >&2\nexit 3\n")
     (tmp_path / "python").chmod(0o755)
-    with pytest.raises(JobFailed, match=r"(?s)status 3.*it broke"):
-        Worker(tmp_path / "python", {"cores": [0], "eos": [1]})
+    with pytest.raises(JobFailed, match=r"(?s)status 3.*it broke"), worker(tmp_path / "python"):
+        pass
 
 
 def test_answers_end_at_eos_and_at_the_limit():
@@ -113,9 +115,27 @@ def test_rows_of_engines_that_can_and_cannot_run(options, monkeypatch):
     assert not any(name.startswith(("llama.cpp", "OpenVINO int8")) for name in rows)
     assert "note" in rows["vLLM, n-gram, T 0.7, batch 1"]
     plain, lookup = (rows[f"transformers, {name}, T 0, batch 1"] for name in ("plain", "lookup"))
-    assert plain["ratio"] == 1 and plain["differing"] == 0 and plain["requests"] == 2
-    assert lookup["differing"] == 0 and lookup["tau"] >= 1 and lookup["ratio"] > 0
+    assert plain["ratio"] == 1 and plain["equal"] == plain["requests"] == 2
+    assert lookup["equal"] == 2 and lookup["tau"] >= 1 and lookup["ratio"] > 0
+    assert rows["vLLM, n-gram, T 0, batch 1"]["equal"] == 2
+    assert "it broke" in rows["vLLM, n-gram, T 0, batch 2"]["failed"]
+    assert rows["vLLM, plain, T 0, batch 2"]["ratio"] == 1
     assert rows["vLLM, plain, T 0.7, batch 2"]["ratio"] == 1
+
+
+def test_without_plain_decoding_there_is_nothing_to_compare_with(options, monkeypatch):
+    @contextmanager
+    def broken(arm, options, more):
+        with fake_vllm(arm, options, more) as engine:
+            if arm.config is None:
+                engine.run = lambda *arguments: 1 / 0
+            yield engine
+
+    monkeypatch.setattr(peers, "vllm_engine", broken)
+    options = replace(options, only="n-gram", temperatures=(0.0,))
+    rows = {row["name"]: row for row in (row.to_dict() for row in peers.run(options, SILENT))}
+    assert "ZeroDivisionError" in rows["vLLM, plain, T 0, batch 1"]["failed"]
+    assert "plain decoding failed" in rows["vLLM, n-gram, T 0, batch 1"]["failed"]
 
 
 def test_a_missing_environment_says_how_to_make_it(tmp_path, monkeypatch):
@@ -124,11 +144,3 @@ def test_a_missing_environment_says_how_to_make_it(tmp_path, monkeypatch):
     monkeypatch.setitem(peers_setup.REQUIREMENTS, "llama.cpp", ("no-such-package==1",))
     with pytest.raises(JobFailed, match=r"-m pip install .*no-such-package==1"):
         peers_setup.prepare(tmp_path, "llama.cpp", "", Path(assets.TARGET), None, SILENT)
-
-
-def test_a_gguf_file_has_all_weights(tmp_path):
-    gguf = pytest.importorskip("gguf")
-    peers_setup._write_gguf(Path(assets.TARGET), tmp_path / "target.gguf")
-    reader = gguf.GGUFReader(tmp_path / "target.gguf")
-    model, _ = assets.trained_model()
-    assert len(reader.tensors) == len(list(model.parameters()))
