@@ -24,7 +24,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -49,7 +49,7 @@ from benchmarks.engines import (
     time_numbers,
 )
 from benchmarks.engines import engine as vllm_engine
-from benchmarks.peers_setup import Worker, prepare, worker
+from benchmarks.peers_setup import worker
 from benchmarks.report import describe
 from demo import packed
 from vllm_medusa.job import Progress
@@ -157,12 +157,16 @@ def peers(options: PeersOptions, eos: list[int], progress: Progress) -> Iterator
     config = {"method": "medusa", "lookup": True, "budget": "auto"}
     yield vllm("this plugin, lookup", Arm("lookup", config))
 
+    cores = options.cores or sorted(os.sched_getaffinity(0))
+    common = {"target": str(options.target), "dtype": options.dtype, "eos": eos, "cores": cores}
+    common["context"] = options.max_model_len
     for name, engine, weights, methods in others(options):
         for method, knobs in methods.items():
-            greedy = _GREEDY if method.startswith("EAGLE-3") else ""
-            single = "" if engine == "openvino" else _SINGLE
-            settings = {"engine": engine, "weights": weights, "knobs": knobs, "eos": eos}
-            start = partial(other_engine, settings, method, options, progress)
+            settings = common | {"engine": engine, "weights": weights, "knobs": knobs}
+            greedy, single = "", "" if engine == "openvino" else _SINGLE
+            if method.startswith("EAGLE-3"):
+                greedy, settings["drafter"] = _GREEDY, str(options.drafter)
+            start = partial(worker, settings, options.environments.expanduser(), progress)
             yield Peer(name, method, start, greedy, single)
 
 
@@ -179,21 +183,6 @@ def others(options: PeersOptions) -> Iterator[tuple[str, str, str, dict[str, Kno
         yield f"OpenVINO {weights}", "openvino", weights, plain | methods
     lookup = {"num_pred_tokens": options.chain, "max_ngram_size": _NGRAM}
     yield "llama.cpp", "llama.cpp", "", plain | {"lookup": lookup}
-
-
-@contextmanager
-def other_engine(
-    settings: dict[str, Any], method: str, options: PeersOptions, progress: Progress
-) -> Iterator[Worker]:
-    """A started engine, in its environment, which is made if needed."""
-    assert options.target is not None
-    drafter = options.drafter if method.startswith("EAGLE-3") else None
-    folder, engine = options.environments.expanduser(), settings["engine"]
-    python, files = prepare(folder, engine, settings["weights"], options.target, drafter, progress)
-    own: dict[str, Any] = {"dtype": options.dtype, "context": options.max_model_len}
-    own["cores"] = options.cores or sorted(os.sched_getaffinity(0))
-    with worker(python, settings | own | files) as process:
-        yield process
 
 
 def run(options: PeersOptions, progress: Progress) -> Iterator[Row]:

@@ -108,8 +108,14 @@ class Worker:
 
 
 @contextmanager
-def worker(python: Path, settings: dict[str, Any]) -> Iterator[Worker]:
-    """A started engine; for ``settings`` see `peers_worker`."""
+def worker(settings: dict[str, Any], folder: Path, progress: Progress) -> Iterator[Worker]:
+    """A started engine; its environment and files are made in ``folder`` if needed.
+
+    For ``settings`` see `peers_worker`; "target" and "drafter" are folders in their usual formats.
+
+    Raises JobFailed: a command failed; the message has the command and the end of its output.
+    """
+    python, files = prepare(settings, folder, progress)
     own = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(len(settings["cores"]))}
     command = [str(python), "-I", str(Path(__file__).with_name("peers_worker.py"))]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -118,25 +124,18 @@ def worker(python: Path, settings: dict[str, Any]) -> Iterator[Worker]:
         subprocess.Popen(command, stderr=log, env=own, **pipes) as process,
     ):
         try:
-            yield Worker(process, Path(log.name), settings)
+            yield Worker(process, Path(log.name), settings | files)
         finally:
             process.kill()
 
 
 def prepare(
-    folder: Path,  # of environments and models
-    engine: str,  # a key of `peers_worker.ENGINES`
-    weights: str,  # OpenVINO's: fp16 or int8
-    target: Path,
-    drafter: Path | None,  # an EAGLE-3 drafter
-    progress: Progress,
+    settings: dict[str, Any], folder: Path, progress: Progress
 ) -> tuple[Path, dict[str, str]]:
-    """The Python of an engine, and its files by the names of `peers_worker`'s settings.
-
-    Raises JobFailed: a command failed; the message has the command and the end of its output.
-    """
+    """The Python of an engine, and the target and drafter in the formats that it requires."""
+    engine, weights, target = settings["engine"], settings["weights"], Path(settings["target"])
     if engine == "transformers":
-        return Path(sys.executable), {"target": str(target)}
+        return Path(sys.executable), {}
     python = _environment(folder, engine, progress)
 
     def made(source: Path, suffix: str, write: Callable[[Path], None]) -> str:
@@ -150,7 +149,8 @@ def prepare(
     if engine == "llama.cpp":
         return python, {"target": made(target, ".gguf", partial(_write_gguf, python, target))}
     files = {"target": made(target, f"-{weights}", partial(_export, python, weights, target))}
-    if drafter is not None:
+    if "drafter" in settings:
+        drafter = Path(settings["drafter"])
         write = partial(_export_drafter, python, weights, drafter, target)
         files["drafter"] = made(drafter, f"-{weights}", write)
     return python, files

@@ -21,10 +21,10 @@ from vllm_medusa.offline.prompts import Prompt
 LOOKUP = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 2}
 
 
-def worker(python=sys.executable, **more):
+def worker(**more):
     settings = {"engine": "transformers", "cores": sorted(os.sched_getaffinity(0))[:1]}
     settings |= {"target": assets.TARGET, "eos": [1], "knobs": {}, "dtype": "float32"}
-    return peers_setup.worker(Path(python), settings | more)
+    return peers_setup.worker(settings | {"weights": ""} | more, Path(), SILENT)
 
 
 @pytest.fixture
@@ -76,12 +76,13 @@ def test_a_child_process_generates_and_reports_its_steps():
         assert found["peak_gb"] > 0.1 and found["pss_gb"] > 0.05
 
 
-def test_a_failing_engine_says_why(tmp_path):
-    with pytest.raises(JobFailed, match="KeyError: 'none'"), worker(engine="none"):
+def test_a_failing_engine_says_why(tmp_path, monkeypatch):
+    with pytest.raises(JobFailed, match="no_dtype"), worker(dtype="no_dtype"):
         pass
     (tmp_path / "python").write_text("#!/bin/sh\necho it broke >&2\nexit 3\n")
     (tmp_path / "python").chmod(0o755)
-    with pytest.raises(JobFailed, match=r"(?s)status 3.*it broke"), worker(tmp_path / "python"):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(JobFailed, match=r"(?s)status 3.*it broke"), worker():
         pass
 
 
@@ -142,5 +143,6 @@ def test_a_missing_environment_says_how_to_make_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setitem(peers_setup.REQUIREMENTS, "llama.cpp", ("no-such-package==1",))
+    settings = {"engine": "llama.cpp", "weights": "", "target": assets.TARGET}
     with pytest.raises(JobFailed, match=r"-m pip install .*no-such-package==1"):
-        peers_setup.prepare(tmp_path, "llama.cpp", "", Path(assets.TARGET), None, SILENT)
+        peers_setup.prepare(settings, tmp_path, SILENT)
