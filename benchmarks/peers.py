@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 import psutil
 
-from benchmarks.case import ROOT, Case, Plot, Row, titled
+from benchmarks.case import ROOT, Case, Plot, Row, attempt, titled
 from benchmarks.compare import COLUMNS, QUICK, arm_of
 from benchmarks.engines import (
     PLAIN,
@@ -112,13 +112,13 @@ class Peer:
         """Engine and method."""
         return f"{self.engine}, {self.method}"
 
-    def row(self, load: dict[str, Any], **result: Any) -> Row:
-        """Its row under a load."""
-        name = self.name
-        if load:
-            name += f", T {load['temperature']:g}, batch {load['batch']}"
-        own = {"name": name, "arm": self.name, "engine": self.engine, "method": self.method}
-        return Row(own | load, **result)
+    def what(self, batch: int | None = None, temperature: float = 0.0) -> dict[str, Any]:
+        """Columns that identify its row, under a load or without one."""
+        own = {"name": self.name, "arm": self.name, "engine": self.engine, "method": self.method}
+        if batch is None:
+            return own
+        own["name"] += f", T {temperature:g}, batch {batch}"
+        return own | {"batch": batch, "temperature": temperature}
 
     def run(
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
@@ -158,8 +158,8 @@ def peers(options: PeersOptions, eos: list[int], progress: Progress) -> Iterator
     yield vllm("this plugin, lookup", Arm("lookup", config))
 
     cores = options.cores or sorted(os.sched_getaffinity(0))
-    common = {"target": str(options.target), "dtype": options.dtype, "eos": eos, "cores": cores}
-    common["context"] = options.max_model_len
+    common: dict[str, Any] = {"target": str(options.target), "dtype": options.dtype}
+    common |= {"eos": eos, "cores": cores, "context": options.max_model_len}
     for name, engine, weights, methods in others(options):
         for method, knobs in methods.items():
             settings = common | {"engine": engine, "weights": weights, "knobs": knobs}
@@ -201,14 +201,14 @@ def run(options: PeersOptions, progress: Progress) -> Iterator[Row]:
             able = []
             for peer in group:
                 if peer.missing:
-                    yield peer.row({}, note=peer.missing)
+                    yield Row(peer.what(), note=peer.missing)
                     continue
                 progress.note(f"{peer.name}: starting")
                 try:
                     peer.process = stack.enter_context(peer.start())
                     able.append(peer)
                 except Exception as error:
-                    yield peer.row({}, failed=f"{type(error).__name__}: {error}")
+                    yield Row(peer.what(), failed=f"{type(error).__name__}: {error}")
             for batch, temperature in product(options.batch, options.temperatures):
                 yield from measure(able, batch, temperature, prompts, options)
 
@@ -235,14 +235,14 @@ def measure(
     group: list[Peer], batch: int, temperature: float, prompts: list[Prompt], options: PeersOptions
 ) -> Iterator[Row]:
     """The rows of one engine's arms under one load; if an arm fails, it is repeated without it."""
-    load = {"batch": batch, "temperature": temperature}
+    load = (batch, temperature)
     size = batch * math.ceil(len(prompts) / batch)  # full batches
     many = [replace(prompts[i % len(prompts)], index=i) for i in range(size)]
     able = []
     for peer in group:
         reason = (temperature and peer.greedy) or (batch > 1 and peer.single) or ""
         if reason or peer.failed:
-            yield peer.row(load, note=reason, failed=peer.failed)
+            yield Row(peer.what(*load), note=reason, failed=peer.failed)
             continue
         peer.process.sampling = ArmSampling(options.max_tokens, temperature)
         able.append(peer)
@@ -262,27 +262,27 @@ def measure(
             broken = [peer for peer in able if peer.failed]
             if not broken:
                 raise
-            yield from (peer.row(load, failed=peer.failed) for peer in broken)
+            yield from (Row(peer.what(*load), failed=peer.failed) for peer in broken)
             able = [peer for peer in able if not peer.failed]
     for peer in able if not found else ():
-        yield peer.row(load, failed="its engine's plain decoding failed")
+        yield Row(peer.what(*load), failed="its engine's plain decoding failed")
     for peer, each in zip(able, found, strict=False):
-        yield peer.row(load, numbers=numbers_of(peer, each, batch, options), right=True)
+        what = peer.what(*load)
+        yield attempt(what, partial(measured, what, peer.process, each, options))
 
 
-def numbers_of(peer: Peer, found: InTurn, batch: int, options: PeersOptions) -> dict[str, Any]:
+def measured(what: dict[str, Any], process: Any, found: InTurn, options: PeersOptions) -> Row:
     """Speed, tau, how many answers equal the engine's plain ones, memory and version."""
     results = found.candidate.results.values()
     numbers = tau_numbers([(r.acceptance.accepted, r.acceptance.steps) for r in results])
-    numbers |= time_numbers(found, batch) | {"rates": found.candidate.rates}
+    numbers |= time_numbers(found, what["batch"]) | {"rates": found.candidate.rates}
     numbers["requests"] = found.requests
     numbers["equal"] = found.requests - len(found.differences)
-    if found.differences and not peer.process.sampling.temperature:
+    if found.differences and not what["temperature"]:
         numbers["gap"] = largest_gap(str(options.target), found.differences)
-    version = getattr(peer.process, "version", "")
-    if not version:
-        version = f"vLLM {describe('')['vllm']}, {peer.process.dtype}"
-    return numbers | memory(peer.process.pid) | {"version": version}
+    version = getattr(process, "version", "")
+    numbers["version"] = version or f"vLLM {describe('')['vllm']}, {process.dtype}"
+    return Row(what, numbers | memory(process.pid), right=True)
 
 
 def memory(pid: int) -> dict[str, float]:
