@@ -2,20 +2,19 @@
 
     python -m benchmarks peers --texts FOLDER_OF_PROMPTS --batch 1 4 16
 
-All engines run the same target on the same prompts (token ids, rendered once) and cores, and stop
-at the same tokens. The methods of one engine are started together and take turns, group of prompts
-by group of prompts; ``ratio`` compares each with the engine's plain decoding, round by round. The
-engines follow one another: their tokens per second are comparable only on an idle machine.
+All engines run the same target on the same prompts (token ids) and cores, and stop at the same
+tokens. The methods of one engine are started together and take turns, group of prompts by group of
+prompts; ``ratio`` compares each with the engine's plain decoding, round by round. The engines
+follow one another: their tokens per second are comparable only on an idle machine.
 
-In low precision near-ties are resolved differently: answers that equal those of the engine's plain
-decoding are counted, and at temperature 0 the largest difference of two differing tokens' logits in
-float32 is reported, as in `benchmarks.engines`. Tau is of the first round.
+Answers equal to the engine's plain ones are counted; in low precision near-ties are resolved
+differently. At temperature 0 the largest gap between the logits of differing tokens is reported, as
+in `benchmarks.engines`. Tau is of the first round.
 
-Other engines are installed in environments of their own, in --environments. Weights are in --dtype
-for vLLM and transformers; OpenVINO computes in --dtype with fp16 or int8 weights; llama.cpp has its
-own defaults with fp16 weights. Memory is that of the engine's processes: the peak, and the
-proportional set size at the end; vLLM's includes a key-value cache of 0.5 GiB and OpenVINO's of up
-to 1 GiB.
+Other engines are installed in environments of their own. OpenVINO computes in --dtype with fp16 or
+int8 weights, llama.cpp by its defaults with fp16 weights. Memory is that of the engine's processes:
+the peak, and the proportional set size at the end; vLLM's includes a key-value cache of 0.5 GiB,
+OpenVINO's one of up to 1 GiB.
 """
 
 from __future__ import annotations
@@ -112,6 +111,11 @@ class Peer:
         """Engine and method."""
         return f"{self.engine}, {self.method}"
 
+    def notes(self, batch: int, temperature: float) -> list[str]:
+        """Why it is not measured under a load; empty if it is."""
+        reasons = (self.missing, temperature and self.greedy, batch > 1 and self.single)
+        return [reason for reason in reasons if reason]
+
     def what(self, batch: int | None = None, temperature: float = 0.0) -> dict[str, Any]:
         """Columns that identify its row, under a load or without one."""
         own = {"name": self.name, "arm": self.name, "engine": self.engine, "method": self.method}
@@ -200,8 +204,9 @@ def run(options: PeersOptions, progress: Progress) -> Iterator[Row]:
         with ExitStack() as stack:
             able = []
             for peer in group:
+                if notes := peer.notes(max(options.batch), max(options.temperatures)):
+                    yield Row(peer.what(), note="; ".join(notes))
                 if peer.missing:
-                    yield Row(peer.what(), note=peer.missing)
                     continue
                 progress.note(f"{peer.name}: starting")
                 try:
@@ -240,12 +245,11 @@ def measure(
     many = [replace(prompts[i % len(prompts)], index=i) for i in range(size)]
     able = []
     for peer in group:
-        reason = (temperature and peer.greedy) or (batch > 1 and peer.single) or ""
-        if reason or peer.failed:
-            yield Row(peer.what(*load), note=reason, failed=peer.failed)
-            continue
-        peer.process.sampling = ArmSampling(options.max_tokens, temperature)
-        able.append(peer)
+        if peer.failed:
+            yield Row(peer.what(*load), failed=peer.failed)
+        elif not peer.notes(*load):
+            peer.process.sampling = ArmSampling(options.max_tokens, temperature)
+            able.append(peer)
     found: list[InTurn] = []
     while not found and able and able[0].method == "plain":
         try:
