@@ -311,7 +311,8 @@ def largest_gap(target: str, differences: Sequence[Difference]) -> float:
     import torch
 
     gaps = []
-    for each in differences:
+    distinct = {(d.context, d.baseline, d.candidate): d for d in differences}
+    for each in distinct.values():  # rounds repeat most of them
         if each.baseline is not None and each.candidate is not None:
             with torch.inference_mode():
                 logits = _in_float32(target)(torch.tensor([each.context])).logits[0, -1]

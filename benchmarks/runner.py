@@ -5,8 +5,10 @@
     python -m benchmarks load --base HEAD~3
 
 With --json the document is written after every row; at the end a table (.md) and a plot (.png)
-are written next to it. --base also measures the package of another commit, alternating with this
-one: base, this, base, this. Exit status: 0; 1 if a row failed; 2 for wrong options.
+are written next to it. With --add the file's earlier rows are kept, except failures and what is
+measured again; machine and commit must be the same, and so should be all options except --only.
+--base also measures the package of another commit, alternating with this one: base, this, base,
+this. Exit status: 0; 1 if a row failed; 2 for wrong options.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 from benchmarks.case import ROOT, Case
 from benchmarks.report import describe, draw, markdown
-from vllm_medusa.files import write_json
+from vllm_medusa.files import read_json, write_json
 from vllm_medusa.job import Progress
 from vllm_medusa.options import Options, add_flags, from_flags
 
@@ -42,6 +44,7 @@ CASES = {  # name -> (location of its `Case`, what it measures)
     "drafters": ("compare.DRAFTERS", "tokens per step of several drafters in all forms"),
     "typical": ("typical.CASE", "typical acceptance: tokens per step and text quality"),
     "grammar": ("grammar.CASE", "steps saved by drafts for requests with a JSON schema"),
+    "peers": ("peers.CASE", "other engines for CPUs, each with its own speculation, side by side"),
     "serve": ("serve.CASE", "a server under open load"),
     "soak": ("soak.CASE", "a server under thousands of mixed requests: answers, memory"),
     "profile": ("profile.CASE", "time per part of a decode step"),
@@ -85,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     if not cases:
         parser.error("a case is required")
+    if args.add and (args.base or not args.json):
+        parser.error("--add requires --json and excludes --base")
     try:
         options = {name: _options(case, args, len(cases)) for name, case in cases.items()}
     except (TypeError, ValueError) as error:
@@ -94,13 +99,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": describe(args.commit),
         "cases": {},
     }
+    kept: dict[str, Any] = {}
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
+        if args.add and args.json.exists():
+            earlier = read_json(args.json)
+            for key in ("cpu", "cores", "commit"):
+                if (now := document["machine"][key]) != (then := earlier["machine"][key]):
+                    parser.error(f"--add: {args.json} was measured with {key} {then}, not {now}")
+            kept = earlier["cases"]
+            document["command"] = f"{earlier['command']} && {document['command']}"
     for name, case in cases.items():
-        found: list[dict[str, Any]] = []
+        found = [row for row in kept.get(name, {"rows": []})["rows"] if "failed" not in row]
         document["cases"][name] = {"options": _plain(options[name]), "rows": found}
         rows = _with_base(name, words, args.base) if args.base else _rows(case, options[name])
         for row in rows:
+            if args.add:
+                found[:] = [each for each in found if each["name"] != row["name"]]
             found.append(row)
             Lines().note(f"{name} {len(found)}: {_one_line(row)}")
             if args.json:
@@ -124,6 +139,7 @@ def _parser(cases: dict[str, Case], quick: bool) -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="a reduced run of some minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
+    parser.add_argument("--add", action="store_true", help="keep rows of an earlier --json")
     parser.add_argument("--base", metavar="COMMIT", help="alternate with another commit")
     parser.add_argument("--commit", help="the measured commit, for a copy without git")
     if len(cases) == 1:

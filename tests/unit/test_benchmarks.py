@@ -111,6 +111,24 @@ def test_rows_are_written_immediately(fake, tmp_path, monkeypatch):
     assert [len(document["cases"][fake]["rows"]) for document in seen] == [1, 2, 3]
 
 
+def test_earlier_rows_are_kept(fake, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    runner.main([fake, "--json", str(path)])
+    kept = json.loads(path.read_text())
+    kept["cases"][fake]["rows"][2]["ms"] = 2.5
+    path.write_text(json.dumps(kept))
+    assert runner.main([fake, "--count", "1", "--json", str(path), "--add"]) == 0
+    document = json.loads(path.read_text())
+    rows = {row["name"]: row for row in document["cases"][fake]["rows"]}
+    assert list(rows) == ["arm 2", "arm 0"] and rows["arm 2"]["ms"] == 2.5
+    assert document["command"].count("python -m benchmarks") == 2
+    document["machine"]["commit"] = "another"
+    path.write_text(json.dumps(document))
+    with pytest.raises(SystemExit):
+        runner.main([fake, "--json", str(path), "--add"])
+    assert "was measured with commit another" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [(["nothing"], "use one of speed"), ([], "is required"), (["fake_case", "--count", "0"], "0")],

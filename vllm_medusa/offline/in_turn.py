@@ -1,7 +1,7 @@
-"""Compare tokens and speed of two engines that alternate on the same prompts.
+"""Compare tokens and speed of engines that alternate on the same prompts.
 
-Both run the same groups of prompts, one engine right after the other, and the order alternates
-from group to group, so that changes in the machine's load affect both equally.
+All run the same groups of prompts, one engine right after the other, and the order alternates
+from group to group, so that changes in the machine's load affect all equally.
 """
 
 from __future__ import annotations
@@ -124,46 +124,57 @@ def run_in_turn(
     baseline: Runner,  # the reference engine
     candidate: Runner,
     prompts: Sequence[Prompt],  # at least one
+    **how: Any,  # of `run_all_in_turn`
+) -> InTurn:
+    """Run the prompts through both engines; see `run_all_in_turn`."""
+    return run_all_in_turn([baseline, candidate], prompts, **how)[1]
+
+
+def run_all_in_turn(
+    engines: Sequence[Runner],  # the reference engine first
+    prompts: Sequence[Prompt],  # at least one
     *,
     concurrency: int,  # concurrent prompts per engine
-    seed: int | None,  # prompt ``index`` uses ``seed + index`` in both
+    seed: int | None,  # prompt ``index`` uses ``seed + index`` in all
     turn: int | None = None,  # prompts per group; None: ``concurrency``
     rounds: int = 1,  # number of repetitions; tokens of every round are compared
     seconds: float = math.inf,  # time limit; later rounds that would exceed it are skipped
-    warm_up: bool = False,  # first run one group through both engines without counting it
+    warm_up: bool = False,  # first run one group through all engines without counting it
     progress: Callable[[int, int], Any] = lambda done, total: None,  # groups of prompts
-) -> InTurn:
-    """Run the prompts through both engines.
+) -> list[InTurn]:
+    """Run the prompts through all engines: each compared with the first, also the first itself.
 
     Raises ValueError: there are no prompts, or an engine refuses one.
     """
     if not prompts:
         raise ValueError("there are no prompts to compare on.")
     if warm_up:
-        first = prompts[:concurrency]
-        run_in_turn(baseline, candidate, first, concurrency=concurrency, seed=seed)
+        run_all_in_turn(engines, prompts[:concurrency], concurrency=concurrency, seed=seed)
     each = turn or concurrency
     groups = [prompts[start : start + each] for start in range(0, len(prompts), each)]
-    comparison = InTurn()
-    plain, judged = comparison.baseline, comparison.candidate
-    order = [(baseline, plain), (candidate, judged)]
+    baseline = Timed()
+    candidates = [baseline, *(Timed() for _ in engines[1:])]
+    comparisons = [InTurn(baseline, timed) for timed in candidates]
+    order = list(zip(engines, candidates, strict=True))
     began = time.perf_counter()
     for number in range(rounds):
         if number and (time.perf_counter() - began) * (number + 1) / number > seconds:
             break
-        before = [(timed.tokens, timed.seconds) for timed in (plain, judged)]
+        before = [(timed.tokens, timed.seconds) for timed in candidates]
         for done, group in enumerate(groups, start=1):
             order.reverse()
             for engine, timed in order:
                 timed.add(*engine.run(group, concurrency, seed))
-            comparison.requests += len(group)
-            found = [_difference(plain.latest[p.index], judged.latest[p.index]) for p in group]
-            comparison.differences += filter(None, found)
+            for comparison in comparisons:
+                right, judged = baseline.latest, comparison.candidate.latest
+                comparison.requests += len(group)
+                found = [_difference(right[p.index], judged[p.index]) for p in group]
+                comparison.differences += filter(None, found)
             progress(number * len(groups) + done, rounds * len(groups))
-        for timed, (tokens, earlier) in zip((plain, judged), before, strict=True):
+        for timed, (tokens, earlier) in zip(candidates, before, strict=True):
             spent = timed.seconds - earlier
             timed.rates.append((timed.tokens - tokens) / spent if spent else 0.0)
-    return comparison
+    return comparisons
 
 
 def _difference(right: Result, judged: Result) -> Difference | None:

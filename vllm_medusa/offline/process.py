@@ -34,6 +34,7 @@ class EngineProcess:
         self.session: Callable[[Prompt], Session] = Conversation  # session type; may be replaced
         self._log = tempfile.NamedTemporaryFile(prefix="vllm-medusa-")  # noqa: SIM115
         self._child = Child("an engine", serve, Path(self._log.name))
+        self.pid = self._child.process.pid
         self._child.channel.send((arguments, sampling, seeded and sampling.temperature > 0))
         try:
             _, dtype = self._child.receive()

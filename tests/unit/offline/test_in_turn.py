@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from support.fake_engine import FakeProcess
 
-from vllm_medusa.offline.in_turn import run_in_turn
+from vllm_medusa.offline.in_turn import run_all_in_turn, run_in_turn
 from vllm_medusa.offline.prompts import Prompt
 
 PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(10)]
@@ -104,3 +104,10 @@ def test_an_empty_comparison_is_not_identical():
         run_in_turn(FakeProcess(), FakeProcess(), [], concurrency=1, seed=0)
     with pytest.raises(ValueError, match="r0 was refused"):
         run_in_turn(FakeProcess(longest_prompt=1), FakeProcess(), PROMPTS, concurrency=1, seed=0)
+
+
+def test_every_engine_is_compared_with_the_first():
+    others = [FakeProcess(step_sizes=(3, 1)), FakeProcess(wrong_at=2)]
+    found = run_all_in_turn([FakeProcess(), *others], PROMPTS, concurrency=4, seed=3, rounds=2)
+    assert [each.identical for each in found] == [True, True, False]
+    assert found[0].ratio == 1 and len(found[2].ratios) == 2

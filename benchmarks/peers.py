@@ -1,0 +1,326 @@
+"""Engines for CPUs side by side: vLLM, this plugin, transformers, OpenVINO GenAI, llama.cpp.
+
+    python -m benchmarks peers --texts FOLDER_OF_PROMPTS --batch 1 4 16
+
+All engines run the same target on the same prompts (token ids) and cores, and stop at the same
+tokens. The methods of one engine are started together and take turns, group of prompts by group of
+prompts; ``ratio`` compares each with the engine's plain decoding, round by round. The engines
+follow one another: their tokens per second are comparable only on an idle machine.
+
+Answers equal to the engine's plain ones are counted; in low precision near-ties are resolved
+differently. At temperature 0 the largest gap between the logits of differing tokens is reported, as
+in `benchmarks.engines`. Tau is of the first round.
+
+Other engines are installed in environments of their own. OpenVINO computes in --dtype with fp16 or
+int8 weights, llama.cpp by its defaults with fp16 weights. Memory is that of the engine's processes:
+the peak, and the proportional set size at the end; vLLM's includes a key-value cache of 0.5 GiB,
+OpenVINO's one of up to 1 GiB.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from benchmarks.case import ROOT, Case, Plot, Row, attempt, titled
+from benchmarks.compare import COLUMNS, QUICK, arm_of
+from benchmarks.engines import (
+    PLAIN,
+    SAMPLED_STOCK,
+    SEED,
+    WHY,
+    Arm,
+    ArmSampling,
+    EngineOptions,
+    largest_gap,
+    tau_numbers,
+    time_numbers,
+)
+from benchmarks.engines import engine as vllm_engine
+from benchmarks.peers_setup import worker
+from benchmarks.report import describe
+from demo import packed
+from vllm_medusa.job import Progress
+from vllm_medusa.offline.batch import Result
+from vllm_medusa.offline.conversations import prompt_ids
+from vllm_medusa.offline.in_turn import InTurn, run_all_in_turn
+from vllm_medusa.offline.prompts import Prompt
+from vllm_medusa.options import Positive, option
+
+_DRAFTERS = ROOT / "demo" / "drafters"
+_KV = {"kv_cache_memory_bytes": 1 << 29}
+_GREEDY = "OpenVINO's EAGLE-3 is greedy only"
+_SINGLE = "measured with one request at a time only"
+_NGRAM = 3  # max tokens that lookup compares
+Knobs = dict[str, int]  # an engine's own options of speculation
+
+
+class PeersOptions(EngineOptions):
+    """Options of the benchmark."""
+
+    drafter: Path = option(
+        "folder of the EAGLE-3 drafter", default=_DRAFTERS / "eagle3", shown="the demo's"
+    )
+    others: tuple[Path, ...] = option(
+        "further heads or drafters for this plugin",
+        default=(_DRAFTERS / "hydra", _DRAFTERS / "medusa"),
+        metavar="FOLDER",
+        shown="the demo's Hydra and Medusa heads",
+    )
+    environments: Path = option(
+        "folder of the other engines' environments and model files",
+        default=Path.home() / ".cache" / "vllm-medusa-peers",
+        shown="~/.cache/vllm-medusa-peers",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = option(
+        "of vLLM, transformers and OpenVINO", default="bfloat16"
+    )
+    rounds: Positive = option("rounds of each load, after a warm-up", default=5)
+    chain: Positive = option("draft tokens of the others' chains and lookup", default=4)
+    tree: tuple[Positive, ...] = option(
+        "OpenVINO's num_assistant_tokens, branching_factor and tree_depth", default=(8, 4, 3)
+    )
+
+
+@dataclass
+class Peer:
+    """An engine with one method, an `in_turn.Runner` once started."""
+
+    engine: str
+    method: str  # "plain" is the reference of the engine's others
+    start: Callable[[], AbstractContextManager[Any]]
+    greedy: str = ""  # why it is not measured when sampling
+    single: str = ""  # why it is not measured in batches
+    missing: str = ""  # why it is not measured at all
+    process: Any = None
+    failed: str = ""
+
+    @property
+    def name(self) -> str:
+        """Engine and method."""
+        return f"{self.engine}, {self.method}"
+
+    def notes(self, batch: int, temperature: float) -> list[str]:
+        """Why it is not measured under a load; empty if it is."""
+        reasons = (self.missing, temperature and self.greedy, batch > 1 and self.single)
+        return [reason for reason in reasons if reason]
+
+    def what(self, batch: int | None = None, temperature: float = 0.0) -> dict[str, Any]:
+        """Columns that identify its row, under a load or without one."""
+        own = {"name": self.name, "arm": self.name, "engine": self.engine, "method": self.method}
+        if batch is None:
+            return own
+        own["name"] += f", T {temperature:g}, batch {batch}"
+        return own | {"batch": batch, "temperature": temperature}
+
+    def run(
+        self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
+    ) -> tuple[list[Result], float]:
+        """See `vllm_medusa.offline.in_turn.Runner`; sets ``failed`` if it raises."""
+        try:
+            results, seconds = self.process.run(prompts, concurrency, seed)
+            if refused := next((r.error for r in results if r.error), None):
+                raise ValueError(refused)
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {error}"
+            raise
+        return results, seconds
+
+
+def peers(options: PeersOptions, eos: list[int], progress: Progress) -> Iterator[Peer]:
+    """All arms, engine by engine, the plain one first."""
+
+    def vllm(method: str, arm: Arm | None, missing: str = "") -> Peer:
+        assert arm is not None
+        greedy = SAMPLED_STOCK if arm.stock else ""
+        start = partial(vllm_engine, arm, options, _KV)
+        return Peer("vLLM", method, start, greedy, missing=missing)
+
+    yield vllm("plain", PLAIN)
+    config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": options.chain}
+    config |= {"prompt_lookup_min": 2, "prompt_lookup_max": _NGRAM}
+    yield vllm("n-gram", Arm("n-gram", config, stock=True))
+    # without its cache of earlier answers, which would hold these very answers
+    config = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
+    missing = "" if find_spec("arctic_inference") else "arctic-inference is not installed"
+    yield vllm("suffix decoding", Arm("suffix", config, stock=True), missing)
+    yield vllm("EAGLE-3 chain", arm_of(options.drafter, "stock", options.chain))
+    for each in (options.drafter, *options.others):
+        yield vllm(f"this plugin, {each.name}", arm_of(each, "automatic", 0))
+    config = {"method": "medusa", "lookup": True, "budget": "auto"}
+    yield vllm("this plugin, lookup", Arm("lookup", config))
+
+    cores = options.cores or sorted(os.sched_getaffinity(0))
+    common: dict[str, Any] = {"target": str(options.target), "dtype": options.dtype}
+    common |= {"eos": eos, "cores": cores, "context": options.max_model_len}
+    for name, engine, weights, methods in others(options):
+        for method, knobs in methods.items():
+            settings = common | {"engine": engine, "weights": weights, "knobs": knobs}
+            greedy, single = "", "" if engine == "openvino" else _SINGLE
+            if method.startswith("EAGLE-3"):
+                greedy, settings["drafter"] = _GREEDY, str(options.drafter)
+            start = partial(worker, settings, options.environments.expanduser(), progress)
+            yield Peer(name, method, start, greedy, single)
+
+
+def others(options: PeersOptions) -> Iterator[tuple[str, str, str, dict[str, Knobs]]]:
+    """Engines, their names in `peers_worker.ENGINES`, weights, and their options by method."""
+    plain: dict[str, Knobs] = {"plain": {}}
+    lookup = {"prompt_lookup_num_tokens": options.chain, "max_matching_ngram_size": _NGRAM}
+    yield "transformers", "transformers", "", plain | {"lookup": lookup}
+    chain = {"num_assistant_tokens": options.chain}
+    names = ("num_assistant_tokens", "branching_factor", "tree_depth")
+    methods = {"lookup": chain | {"max_ngram_size": _NGRAM}, "EAGLE-3 chain": chain}
+    methods["EAGLE-3 tree"] = dict(zip(names, options.tree, strict=True))
+    for weights in ("fp16", "int8"):
+        yield f"OpenVINO {weights}", "openvino", weights, plain | methods
+    lookup = {"num_pred_tokens": options.chain, "max_ngram_size": _NGRAM}
+    yield "llama.cpp", "llama.cpp", "", plain | {"lookup": lookup}
+
+
+def run(options: PeersOptions, progress: Progress) -> Iterator[Row]:
+    """A row for each arm, batch and temperature."""
+    options = options.ready(progress)
+    assert options.target is not None
+    usable = tuple(packed.usable(each, options.target) for each in options.others)
+    options = replace(options, others=usable)
+    prompts, eos = rendered(options)
+    for _, each in groupby(peers(options, eos, progress), key=lambda peer: peer.engine):
+        group = list(each)
+        if options.only:
+            named = [peer for peer in group if re.search(options.only, peer.name)]
+            group = [peer for peer in group if peer in named or (named and peer.method == "plain")]
+        with ExitStack() as stack:
+            able = []
+            for peer in group:
+                if notes := peer.notes(max(options.batch), max(options.temperatures)):
+                    yield Row(peer.what(), note="; ".join(notes))
+                if peer.missing:
+                    continue
+                progress.note(f"{peer.name}: starting")
+                try:
+                    peer.process = stack.enter_context(peer.start())
+                    able.append(peer)
+                except Exception as error:
+                    yield Row(peer.what(), failed=f"{type(error).__name__}: {error}")
+            for batch, temperature in product(options.batch, options.temperatures):
+                yield from measure(able, batch, temperature, prompts, options)
+
+
+def rendered(options: PeersOptions) -> tuple[list[Prompt], list[int]]:
+    """The prompts' first turns as token ids, and the ids that end an answer."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.target)
+    eos = GenerationConfig.from_pretrained(options.target).eos_token_id
+    found = []
+    for prompt in options.all_prompts():
+        ids: Sequence[int] = prompt.token_ids
+        if prompt.text is not None:
+            ids = tokenizer.encode(prompt.text)
+        elif prompt.turns:
+            messages = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
+            ids = prompt_ids(messages, tokenizer)
+        found.append(replace(prompt, text=None, history=(), turns=(), token_ids=tuple(ids)))
+    return found, eos if isinstance(eos, list) else [eos]
+
+
+def measure(
+    group: list[Peer], batch: int, temperature: float, prompts: list[Prompt], options: PeersOptions
+) -> Iterator[Row]:
+    """The rows of one engine's arms under one load; if an arm fails, it is repeated without it."""
+    load = (batch, temperature)
+    size = batch * math.ceil(len(prompts) / batch)  # full batches
+    many = [replace(prompts[i % len(prompts)], index=i) for i in range(size)]
+    able = []
+    for peer in group:
+        if peer.failed:
+            yield Row(peer.what(*load), failed=peer.failed)
+        elif not peer.notes(*load):
+            peer.process.sampling = ArmSampling(options.max_tokens, temperature)
+            able.append(peer)
+    found: list[InTurn] = []
+    while not found and able and able[0].method == "plain":
+        try:
+            found = run_all_in_turn(
+                able,
+                many,
+                concurrency=batch,
+                seed=SEED if temperature else None,
+                rounds=options.rounds,
+                seconds=options.seconds or math.inf,
+                warm_up=True,
+            )
+        except Exception:
+            broken = [peer for peer in able if peer.failed]
+            if not broken:
+                raise
+            yield from (Row(peer.what(*load), failed=peer.failed) for peer in broken)
+            able = [peer for peer in able if not peer.failed]
+    for peer in able if not found else ():
+        yield Row(peer.what(*load), failed="its engine's plain decoding failed")
+    for peer, each in zip(able, found, strict=False):
+        what = peer.what(*load)
+        yield attempt(what, partial(measured, what, peer.process, each, options))
+
+
+def measured(what: dict[str, Any], process: Any, found: InTurn, options: PeersOptions) -> Row:
+    """Speed, tau, how many answers equal the engine's plain ones, memory and version."""
+    results = found.candidate.results.values()
+    numbers = tau_numbers([(r.acceptance.accepted, r.acceptance.steps) for r in results])
+    numbers |= time_numbers(found, what["batch"]) | {"rates": found.candidate.rates}
+    numbers["requests"] = found.requests
+    numbers["equal"] = found.requests - len(found.differences)
+    if found.differences and not what["temperature"]:
+        numbers["gap"] = largest_gap(str(options.target), found.differences)
+    version = getattr(process, "version", "")
+    numbers["version"] = version or f"vLLM {describe('')['vllm']}, {process.dtype}"
+    return Row(what, numbers | memory(process.pid), right=True)
+
+
+def memory(pid: int) -> dict[str, float]:
+    """Peak resident set size and proportional set size of a process and its children, in GB."""
+    parent = psutil.Process(pid)
+    peak = pss = 0
+    for process in (parent, *parent.children(recursive=True)):
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+        peak += 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
+        pss += process.memory_full_info().pss
+    return {"peak_gb": peak / 1e9, "pss_gb": pss / 1e9}
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The text below the table."""
+    return WHY if any(row.get("note") == SAMPLED_STOCK for row in rows) else ""
+
+
+CASE = Case(
+    PeersOptions,
+    run,
+    {
+        **titled("engine method"),
+        **{key: COLUMNS[key] for key in ("temperature", "batch", "tokens_per_second")},
+        "ratio": ("ratio to its plain", ".2f"),
+        **{key: COLUMNS[key] for key in ("ratio_quartiles", "tau", "tau_error", "rounds")},
+        "requests": ("answers", "d"),
+        "equal": ("equal to its plain", "d"),
+        "gap": COLUMNS["gap"],
+        "peak_gb": ("peak GB", ".2f"),
+        "pss_gb": ("PSS GB", ".2f"),
+        "version": ("version", ""),
+    },
+    QUICK,
+    Plot("batch", ("tokens_per_second", "ratio")),
+    text,
+)
