@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 import venv
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import metadata
 from itertools import accumulate, chain, pairwise
@@ -127,6 +127,8 @@ def worker(settings: dict[str, Any], folder: Path, progress: Progress) -> Iterat
             yield Worker(process, Path(log.name), settings | files)
         finally:
             process.kill()
+            with suppress(BrokenPipeError):  # of what an ended engine did not read
+                process.stdin.close()  # type: ignore[union-attr]
 
 
 def prepare(
