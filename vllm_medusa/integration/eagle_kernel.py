@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.llama import LlamaAttention
@@ -16,11 +18,7 @@ from vllm_medusa.scorer.layout import CacheLayout
 
 
 def eagle_weights(model: Any, token_map: Tensor | None) -> EagleWeights | None:
-    """The weights of a loaded drafter; None if the kernel does not support it.
-
-    A linear layer's weight is computed as its product with the identity, because vLLM may keep only
-    a packed copy.
-    """
+    """The weights of a loaded drafter; None if the kernel does not support it."""
     if type(model) is not Eagle3LlamaForCausalLM or model.model.norm.weight.device.type != "cpu":
         return None
     inner, logits = model.model, model.logits_processor
@@ -40,21 +38,16 @@ def eagle_weights(model: Any, token_map: Tensor | None) -> EagleWeights | None:
     ):
         return None
 
-    def weight(linear: Any, inputs: int) -> Tensor:
-        identity = torch.eye(inputs, dtype=inner.norm.weight.dtype)
-        found: Tensor = linear.quant_method.apply(linear, identity, None)
-        return found.t()
-
     norms: list[Any] = []
     if inner.use_aux_hidden_state:
         norms = [inner.input_norm] if inner.norm_before_fc else [*(inner.fc_norm or ())]
     attention, hidden = layer.self_attn, len(inner.norm.weight)
     return EagleWeights(
-        fc=weight(inner.fc, inner.fc_input_size) if inner.use_aux_hidden_state else None,
-        qkv=weight(attention.qkv_proj, 2 * hidden),
-        out=weight(attention.o_proj, attention.q_size),
-        gate_up=weight(layer.mlp.gate_up_proj, hidden),
-        down=weight(layer.mlp.down_proj, layer.mlp.down_proj.input_size),
+        fc=_weight(inner.fc, inner.fc_input_size) if inner.use_aux_hidden_state else None,
+        qkv=_weight(attention.qkv_proj, 2 * hidden),
+        out=_weight(attention.o_proj, attention.q_size),
+        gate_up=_weight(layer.mlp.gate_up_proj, hidden),
+        down=_weight(layer.mlp.down_proj, layer.mlp.down_proj.input_size),
         lm_head=model.lm_head.weight[: model.config.draft_vocab_size] * logits.scale,
         embedding_norm=layer.input_layernorm.weight,
         state_norm=layer.hidden_norm.weight,
@@ -72,12 +65,45 @@ def eagle_weights(model: Any, token_map: Tensor | None) -> EagleWeights | None:
     )
 
 
-def entry_layer(model: Any) -> Any:
-    """The only layer of a loaded EAGLE-3 drafter; None if it has several, or is another drafter."""
-    if type(model) is not Eagle3LlamaForCausalLM or len(model.model.layers) != 1:
+def _weight(linear: Any, inputs: int) -> Tensor:
+    """A linear layer's weight [O, I]: its product with the identity, as it may only be packed."""
+    identity = torch.eye(inputs, dtype=linear.params_dtype)
+    found: Tensor = linear.quant_method.apply(linear, identity, None)
+    return found.t()
+
+
+@dataclass(frozen=True, eq=False)
+class EntryLayer:
+    """What a cache entry of EAGLE-3's only layer depends on."""
+
+    layer: Any  # vLLM's
+    weight: Tensor  # [2 * kv_size, 2H], of keys and values
+    bias: Tensor | None  # [2 * kv_size]
+
+    def keys_and_values(self, positions: Tensor, embeds: Tensor, states: Tensor) -> list[Tensor]:
+        """Rotated keys and values, [T, heads, D] each; int64 [T], [T, H], [T, H]."""
+        attention = self.layer.self_attn
+        inputs = torch.cat([self.layer.input_layernorm(embeds), self.layer.hidden_norm(states)], -1)
+        key, value = functional.linear(inputs, self.weight, self.bias).chunk(2, -1)
+        key, _ = attention.rotary_emb(positions, key.contiguous())
+        shape = attention.num_kv_heads, attention.head_dim
+        return [key.unflatten(-1, shape), value.unflatten(-1, shape)]
+
+
+def entry_layer(model: Any) -> EntryLayer | None:
+    """The only layer of a loaded EAGLE-3 drafter; None if it is quantized or another drafter."""
+    inner = model.model
+    if type(model) is not Eagle3LlamaForCausalLM or len(inner.layers) != 1 or inner.quant_config:
         return None
-    (layer,) = model.model.layers
-    return layer if type(layer.self_attn) is LlamaAttention else None
+    (layer,) = inner.layers
+    if type(layer.self_attn) is not LlamaAttention:
+        return None
+    projection, first = layer.self_attn.qkv_proj, layer.self_attn.q_size
+    weight = projection.weight
+    if inner.norm.weight.device.type == "cpu":
+        weight = _weight(projection, 2 * len(inner.norm.weight))
+    bias = projection.bias if projection.bias is None else projection.bias[first:]
+    return EntryLayer(layer, weight[first:].contiguous(), bias)
 
 
 def eagle_cache(layer: Any) -> EagleCache | None:

@@ -38,7 +38,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_medusa.heads.files import is_finite
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration.eagle import scratch_of
-from vllm_medusa.integration.eagle_kernel import eagle_cache, eagle_weights, entry_layer
+from vllm_medusa.integration.eagle_kernel import EntryLayer, eagle_cache, eagle_weights, entry_layer
 from vllm_medusa.noise import LevelNoise, Noise, Stream
 from vllm_medusa.proposer.beam import beam_call
 from vllm_medusa.proposer.build import build_tree
@@ -184,7 +184,7 @@ class EagleTrees:
     tree = None
     target_ids: Tensor | None = None  # int64 [V_draft]; None: same vocabulary
     kernel: EagleBeam | None = None  # for few rows on CPUs
-    _entry_layer: Any = None  # see `eagle_kernel.entry_layer`
+    _entry_layer: EntryLayer | None = None
     _known_cache: EagleCache | None = None
 
     @property
@@ -236,20 +236,10 @@ class EagleTrees:
         if layer is None:
             self._forward(None, tokens.next_ids, tokens.positions, features, slots=tokens.slots)
             return
-        attention = layer.self_attn
-        embeds = layer.input_layernorm(self.model.embed_input_ids(tokens.next_ids))
-        states = torch.cat([embeds, layer.hidden_norm(features)], -1)
-        qkv, _ = attention.qkv_proj(states)
-        sizes = attention.q_size, attention.kv_size, attention.kv_size
-        query, key, value = qkv.split(sizes, -1)
-        _, key = attention.rotary_emb(tokens.positions, query, key)
-        cached = attention.attn
+        embeds = self.model.embed_input_ids(tokens.next_ids)
+        key, value = layer.keys_and_values(tokens.positions, embeds, features)
         with self._context(None, len(features), tokens.slots):
-            unified_kv_cache_update(
-                key.view(-1, cached.num_kv_heads, cached.head_size),
-                value.view(-1, cached.num_kv_heads, cached.head_size_v),
-                cached.layer_name,
-            )
+            unified_kv_cache_update(key, value, layer.layer.self_attn.attn.layer_name)
 
     @torch.inference_mode()
     def prefill(self, paths: AcceptedPaths, *, drafts: bool = True) -> Roots | None:
