@@ -5,8 +5,9 @@
     python -m benchmarks load --base HEAD~3
 
 With --json the document is written after every row; at the end a table (.md) and a plot (.png)
-are written next to it. With --add the file's earlier rows are kept, except failures and what is
-measured again; machine and commit must be the same, and so should be all options except --only.
+are written next to it. With --add the file's earlier rows are kept, except what is measured again
+(of an arm that failed, any new row replaces them); machine and commit must be the same, and so
+should be all options except --only.
 --base also measures the package of another commit, alternating with this one: base, this, base,
 this. Exit status: 0; 1 if a row failed; 2 for wrong options.
 """
@@ -52,6 +53,7 @@ CASES = {  # name -> (location of its `Case`, what it measures)
     "step": ("step.CASE", "a whole decode step on a GPU, by the number of nodes"),
 }
 TURNS = 2  # of --base
+_WHOLE = "the whole case"  # the name of a row without a result
 
 
 class Lines(Progress):
@@ -110,13 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kept = earlier["cases"]
             document["command"] = f"{earlier['command']} && {document['command']}"
     for name, case in cases.items():
-        found = [row for row in kept.get(name, {"rows": []})["rows"] if "failed" not in row]
-        document["cases"][name] = {"options": _plain(options[name]), "rows": found}
+        earlier, found = kept.get(name, {"rows": []})["rows"], list[dict[str, Any]]()
+        earlier = [row for row in earlier if row["name"] != _WHOLE]
+        document["cases"][name] = {"options": _plain(options[name]), "rows": earlier}
         rows = _with_base(name, words, args.base) if args.base else _rows(case, options[name])
         for row in rows:
-            if args.add:
-                found[:] = [each for each in found if each["name"] != row["name"]]
+            earlier = [each for each in earlier if not _replaces(row, each)]
             found.append(row)
+            document["cases"][name]["rows"] = [*earlier, *found]
             Lines().note(f"{name} {len(found)}: {_one_line(row)}")
             if args.json:
                 write_json(args.json, document)
@@ -163,7 +166,7 @@ def _rows(case: Case, options: Options) -> Iterator[dict[str, Any]]:
         for row in case.run(options, Lines()):
             yield row.to_dict()
     except (Exception, KeyboardInterrupt) as error:  # if interrupted, keep the rows so far
-        yield {"name": "the whole case", "failed": f"{type(error).__name__}: {error}"}
+        yield {"name": _WHOLE, "failed": f"{type(error).__name__}: {error}"}
 
 
 def _with_base(name: str, words: Sequence[str], base: str) -> Iterator[dict[str, Any]]:
@@ -189,7 +192,7 @@ def _with_base(name: str, words: Sequence[str], base: str) -> Iterator[dict[str,
                     yield from (where | row for row in rows)
                 else:
                     reason = f"the case ended with status {done.returncode} without a row"
-                    yield where | {"name": "the whole case", "failed": reason}
+                    yield where | {"name": _WHOLE, "failed": reason}
 
 
 @contextlib.contextmanager
@@ -215,6 +218,12 @@ def _draw(document: dict[str, Any], cases: dict[str, Case], path: Path) -> None:
                 draw(document["cases"][name]["rows"], case.plot, picture)
             except Exception as error:  # do not lose a run because of a plot
                 Lines().note(f"no plot: {type(error).__name__}: {error}")
+
+
+def _replaces(row: dict[str, Any], earlier: dict[str, Any]) -> bool:
+    if "failed" in earlier:  # a row without a load says that the arm did not start
+        return row.get("arm", row["name"]) == earlier.get("arm", earlier["name"])
+    return bool(row["name"] == earlier["name"])
 
 
 def _plain(options: Options) -> dict[str, Any]:

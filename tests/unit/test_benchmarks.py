@@ -115,12 +115,16 @@ def test_earlier_rows_are_kept(fake, tmp_path, capsys):
     path = tmp_path / "rows.json"
     runner.main([fake, "--json", str(path)])
     kept = json.loads(path.read_text())
-    kept["cases"][fake]["rows"][2]["ms"] = 2.5
+    rows = kept["cases"][fake]["rows"]
+    rows[2]["ms"] = 2.5
+    failed = {"name": "arm 0, batch 4", "arm": "arm 0", "failed": "out of memory"}
+    rows.insert(0, failed)  # replaced by any new row of its arm
     path.write_text(json.dumps(kept))
-    assert runner.main([fake, "--count", "1", "--json", str(path), "--add"]) == 0
+    assert runner.main([fake, "--count", "1", "--json", str(path), "--add"]) == 1
     document = json.loads(path.read_text())
     rows = {row["name"]: row for row in document["cases"][fake]["rows"]}
-    assert list(rows) == ["arm 2", "arm 0"] and rows["arm 2"]["ms"] == 2.5
+    assert list(rows) == ["arm 1", "arm 2", "arm 0"] and rows["arm 2"]["ms"] == 2.5
+    assert "hidden_size" in rows["arm 1"]["failed"]
     assert document["command"].count("python -m benchmarks") == 2
     document["machine"]["commit"] = "another"
     path.write_text(json.dumps(document))
