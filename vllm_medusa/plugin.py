@@ -69,8 +69,16 @@ def find_platform() -> str:
     """Describe vLLM's platform; raises ValueError, with the remedy, if trees can't run on it."""
     if problem := version_problem():
         raise ValueError(problem)
-    from vllm.config import ParallelConfig
-    from vllm.platforms import current_platform
+    try:
+        from vllm.config import ParallelConfig
+        from vllm.platforms import current_platform
+    except RuntimeError as error:
+        if "torchvision" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}: torchvision is a build for another torch, and vLLM does not need it: pip "
+            "uninstall torchvision torchaudio torchcodec"
+        ) from None
 
     compat = importlib.import_module("vllm_medusa.integration.compat")
     on_v2 = compat.uses_v2_runner(ParallelConfig())

@@ -129,7 +129,7 @@ class AutoBudget:
         self._surprises = cost.surprises
         self._took = self._plain = 0.0  # ms of steps with drafts; of plain ones for as many tokens
         self._measured = 0  # steps
-        self._rest, self._rest_until = _REST_MS[0], 0.0
+        self._rest, self._rest_until, self._failed_ratio = _REST_MS[0], 0.0, 1.0
         self._at_rest: tuple[int, int] | None = None  # requests and room of the decision
         self._learned_at, self._learned_plain = -math.inf, 0.0  # ms of steps; of a plain step
         self._learned_shape = (0, 0, 0)  # rows, requests and limit of the step last used for costs
@@ -140,7 +140,12 @@ class AutoBudget:
 
     @property
     def expected_ratio(self) -> float:
-        """Speed with drafts relative to plain steps, by the last plan."""
+        """Speed with drafts relative to plain steps, by the last plan.
+
+        While drafting pauses because steps proved slower, the measured one.
+        """
+        if self._now < self._rest_until:
+            return self._failed_ratio
         return self._plan.ratio if self._plan else 1.0
 
     @property
@@ -368,6 +373,7 @@ class AutoBudget:
         failed = self._measured > _MEASURED_STEPS / 2 and self._plain < _MIN_SPEED * self._took
         if failed:  # despite a higher expectation
             self._rest_until = self._now + self._rest
+            self._failed_ratio = self._plain / self._took
             self._rest = min(2 * self._rest, _REST_MS[1])
         elif self._measured > 4 * _MEASURED_STEPS:
             self._rest = _REST_MS[0]

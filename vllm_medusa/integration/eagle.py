@@ -15,7 +15,12 @@ from typing import Any
 from vllm.config import SpeculativeConfig
 
 from vllm_medusa.config import GROWN_METHODS, EagleConfig, MedusaConfigError
-from vllm_medusa.heads.eagle import doubtful_layers, inspect_drafter, named_layers
+from vllm_medusa.heads.eagle import (
+    doubtful_layers,
+    drafter_method,
+    inspect_drafter,
+    named_layers,
+)
 from vllm_medusa.heads.files import find_checkpoint, is_drafter
 from vllm_medusa.heads.fit import NO
 from vllm_medusa.heads.model import HeadsError
@@ -82,6 +87,11 @@ def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width:
     try:
         files = find_checkpoint(label, config.revision)
         if not is_drafter(files):
+            if drafter_method(model_config.model):
+                raise HeadsError(
+                    f"The model, {model_config.model}, is an EAGLE drafter, but {label} is not. "
+                    "Swap them"
+                )
             raise HeadsError(
                 f"{label} holds no EAGLE drafter. Pass its folder, or, for Medusa and Hydra heads, "
                 'set "method": "medusa"'
@@ -102,6 +112,8 @@ def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width:
                 "trained for this one."
             )
         if check.verdict == NO:
+            if (own := drafter_method(label)) not in (None, method):
+                raise MedusaConfigError(f'The drafter in {label} needs "method": "{own}".')
             raise MedusaConfigError(f"The drafter in {label}: {check.text}.")
 
 

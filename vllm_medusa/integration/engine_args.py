@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
 from vllm_medusa.config import GROWN_METHODS, MedusaConfigError
 from vllm_medusa.integration.overrides import override
+from vllm_medusa.tree.forms import did_you_mean
 
 METHOD = "medusa"
+_OWN_KEYS = ("tree", "acceptance", "budget", "lookup", "shared_noise")
 _CROWDED = "Consider increasing max_num_batched_tokens"  # vLLM's error for adapters with drafts
 
 
@@ -52,8 +55,20 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _refuse_lost_keys(speculative: Mapping[str, Any], method: str | None) -> None:
-    """Refuse our keys, or a misspelled "medusa", with another method."""
-    ours = [key for key in ("tree", "acceptance", "budget", "lookup") if key in speculative]
+    """Refuse our keys, also misspelled, or a misspelled "medusa", with another method."""
+    ours = [key for key in _OWN_KEYS if key in speculative]
+    if method in GROWN_METHODS:
+        from vllm.config import SpeculativeConfig
+
+        known = {each.name for each in fields(SpeculativeConfig)}
+        for key in sorted(speculative.keys() - known - {*ours}):
+            if guess := did_you_mean(key, _OWN_KEYS):
+                raise MedusaConfigError(f"speculative_config has an unknown key {key!r}{guess}.")
+        if ours:
+            raise MedusaConfigError(
+                f"speculative_config has {', '.join(map(repr, ours))}, which {method!r} needs a "
+                'tree for: add "tree": "dynamic".'
+            )
     if ours or (method is not None and method.strip().lower() == METHOD):
         found = f"method is {method!r}" if method else "no method is set"
         raise MedusaConfigError(

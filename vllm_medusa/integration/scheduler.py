@@ -92,10 +92,14 @@ class TreeScheduler(Scheduler):
     def new_policy(self) -> AutoBudget | FixedBudget | None:
         """The policy for the number of nodes; None: trees are static, and vLLM truncates them."""
         options = self.options
-        if options.budget is None:
-            return None
-        if isinstance(options.budget, int):
-            return FixedBudget(self.max_drafts)
+        if isinstance(options.budget, int | None):
+            compat.logger.warning(
+                "Each request gets %d draft nodes, up to %d rows per step, at any load: with large "
+                'batches this can be far slower than without drafts. "auto" adapts the number.',
+                self.max_drafts,
+                self.max_step_rows(),
+            )
+            return None if options.budget is None else FixedBudget(self.max_drafts)
         cost, problem = self.costs.load()
         if problem:
             compat.logger.info("Measuring step costs again: %s", problem)

@@ -40,7 +40,12 @@ def compare(
         names = {"target", "heads", "budgets", "rows", "fastest"}
         refuse_to_replace(output, "figures", lambda found: names <= found.keys())
     configs = speculation(options)
+    largest = max(budget for budget in configs if budget is not None)
+    if largest < max(options.budgets):
+        progress.note(f"the tree has {plural(largest, 'draft node')}, so no more are measured")
     prompts, positions = answerable(options, prompts_of(options, progress), progress)
+    if len(prompts) < options.batch:
+        progress.warn(f"{plural(len(prompts), 'prompt')} can't fill a batch of {options.batch}")
     plan = plan_engine(
         options.target,
         positions,
@@ -79,7 +84,8 @@ def compare(
                 results, seconds = plain.run(prompts[: options.batch], options.batch, options.seed)
             token = seconds / max(1, sum(result.num_tokens for result in results))
             turn = 2 * len(configs) * options.max_tokens * token  # both engines, all configs
-            number, rounds = affordable(options.seconds, turn, len(prompts), rounds)
+            least = max(_MIN_PROMPTS, options.batch)
+            number, rounds = affordable(options.seconds, turn, len(prompts), rounds, least)
             if (number, rounds) != (len(prompts), options.rounds):
                 progress.note(
                     f"measuring {plural(rounds, 'round')} of {number} prompts instead of "
@@ -111,16 +117,18 @@ def compare(
     return document
 
 
-def affordable(seconds: float, turn: float, prompts: int, rounds: int) -> tuple[int, int]:
+def affordable(
+    seconds: float, turn: float, prompts: int, rounds: int, least: int
+) -> tuple[int, int]:
     """Prompts and rounds that fit into a time limit, if a prompt takes ``turn`` seconds per round.
 
-    Rounds are reduced first, to 2, then prompts, to `_MIN_PROMPTS`, and finally rounds.
+    Rounds are reduced first, to 2, then prompts, to ``least``, and finally rounds.
     """
     turns = int(seconds / turn)
     rounds = min(rounds, max(2, turns // prompts))
-    if turns // rounds < _MIN_PROMPTS:
-        rounds = min(rounds, max(1, turns // _MIN_PROMPTS))
-    return min(prompts, max(_MIN_PROMPTS, turns // rounds)), rounds
+    if turns // rounds < least:
+        rounds = min(rounds, max(1, turns // least))
+    return min(prompts, max(least, turns // rounds)), rounds
 
 
 def speculation(options: CompareOptions) -> dict[int | None, dict[str, Any]]:

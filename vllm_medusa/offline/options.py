@@ -199,7 +199,7 @@ class CompareOptions(EngineOptions):
         metavar="JSON",
     )
     budgets: tuple[TreeSize, ...] = option(
-        "numbers of draft nodes, up to the size of the tree",
+        "fixed numbers of draft nodes, up to the size of the heads' tree",
         default=(4, 8, 16, 32),
         metavar="N",
     )

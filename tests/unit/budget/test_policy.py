@@ -225,6 +225,7 @@ def test_drafting_ends_where_it_is_slower_than_expected():
     record, plain = serve(server, 2 * STEPS, policy), serve(server, 2 * STEPS, 0)
     assert 0 < np.mean(record.drafting) < 0.3
     assert record.speed(STEPS) >= 0.97 * plain.speed(STEPS)
+    assert policy.expected_ratio < 1  # the measured one, in a pause
 
 
 def test_trials_cost_less_than_a_hundredth():

@@ -120,7 +120,7 @@ def test_without_a_tree_vllms_path_is_used(target: str, drafter: Path) -> None:
         ({"num_speculative_tokens": 256}, "num_speculative_tokens is 256"),
         ({"tree": "chain", "lookup": True}, "lookup is True, which needs dynamic trees"),
         ({"lookup": 1}, "lookup is 1; use true or false"),
-        ({"method": "eagle"}, "or to another method"),
+        ({"method": "eagle"}, 'needs "method": "eagle3"'),
         ({"vllm": {"async_scheduling": True}}, "async scheduling"),
         ({"vllm": {"max_num_seqs": 64, "max_num_batched_tokens": 512}}, "has 640 rows; a step"),
         ({"vllm": {"max_model_len": 50}}, "need 50 cache slots"),
@@ -174,6 +174,27 @@ def test_other_drafters(other: Any, changes: Any, words: str) -> None:
     config, tensors = (changes, {}) if isinstance(changes, dict) else ({}, dict([changes]))
     with pytest.raises(MedusaConfigError, match=words):
         other(config, **tensors)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"budget": 7}, "'budget', which 'eagle3' needs a tree for: add \"tree\": \"dynamic\""),
+        ({"tre": "dynamic"}, "unknown key 'tre' .did you mean 'tree'.."),
+    ],
+)
+def test_keys_without_a_tree(target: str, drafter: Path, given: Any, words: str) -> None:
+    given = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3} | given
+    args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=given)
+    with pytest.raises(MedusaConfigError, match=words):
+        args.create_engine_config()
+
+
+def test_swapped_target_and_drafter(drafter: Path, tmp_path: Path) -> None:
+    given = {"method": "eagle3", "model": save_random_heads(tmp_path), "tree": "dynamic"}
+    args = EngineArgs(str(drafter), skip_tokenizer_init=True, speculative_config=given)
+    with pytest.raises(MedusaConfigError, match=r"is an EAGLE drafter, but .* is not. Swap them"):
+        args.create_engine_config()
 
 
 def test_heads_are_not_a_drafter(config: Config, tmp_path: Path) -> None:

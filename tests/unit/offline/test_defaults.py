@@ -60,7 +60,7 @@ def test_too_little_memory_for_one_text_is_refused(plan) -> None:
     ],
 )
 def test_rounds_and_prompts_that_fit_a_time_limit(seconds, turn, measured) -> None:
-    assert affordable(seconds, turn, 32, 3) == measured
+    assert affordable(seconds, turn, 32, 3, 6) == measured
 
 
 def measure(tokenizer, *prompts: Prompt, room: int | None = None) -> list[Length]:
