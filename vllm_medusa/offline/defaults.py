@@ -52,13 +52,14 @@ def measure(
     """Count the tokens of each line's prompt.
 
     A prompt that the chat template refuses, or that is longer than ``room``, is a bad line; see
-    `settle_bad_lines`. Warns of conversations without a chat template.
+    `settle_bad_lines`. Warns of conversations without a chat template, and of texts with one.
     """
     lengths: dict[int, Length] = {}
     bad: BadLines = {}
-    conversations = 0
+    conversations = texts = 0
     for prompt in prompts:
         conversations += bool(prompt.turns)
+        texts += prompt.text is not None
         try:
             first, length = _count(prompt, tokenizer)
             if room is not None and first > room:
@@ -72,6 +73,12 @@ def measure(
             f"the target has no chat template, so {plural(conversations, 'conversation')} of "
             f"{path.name} will be plain text, turn by turn. If it has a template elsewhere, save "
             "it in the target's folder as chat_template.jinja first."
+        )
+    if texts and tokenizer.chat_template is not None:
+        progress.warn(
+            f"{plural(texts, 'prompt')} of {path.name} will be continued as plain text, without "
+            "the target's chat template, which a chat model may answer with nothing. For chats, "
+            'use rows such as {"messages": [{"role": "user", "content": "..."}]}.'
         )
     return lengths
 

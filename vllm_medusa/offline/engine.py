@@ -100,6 +100,11 @@ def free_share() -> float:
     return min(node.available_memory, available_memory()) / int(node.total_memory)
 
 
+def usable_share() -> float:
+    """The share to take on CPUs: vLLM's default is 92 %, and it fails if that is not free."""
+    return round(min(0.5, 0.8 * free_share()), 3)
+
+
 class VllmEngine:
     """A vLLM engine that reports the tokens of every step of every request."""
 
@@ -125,8 +130,7 @@ class VllmEngine:
             if seeded:
                 defaults["enable_chunked_prefill"] = False
             if not MEMORY_OPTIONS & arguments.keys():
-                # vLLM's default is 92 % of its NUMA node's memory; it fails if that is not free
-                defaults["gpu_memory_utilization"] = round(min(0.5, 0.8 * free_share()), 3)
+                defaults["gpu_memory_utilization"] = usable_share()
         with _refusals(arguments["model"]):
             self.llm: LLM = LLM(**defaults | dict(arguments))
 

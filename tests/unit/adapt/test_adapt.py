@@ -145,6 +145,7 @@ def test_the_plan_is_printed_first(arguments, tmp_path, monkeypatch, capfd):
     assert "skipping 1 bad line:" in said
     assert "compare vLLM with it against plain vLLM: about 6 min" in said
     assert "has no chat template, so 1 conversation of" in said
+    assert "as plain text, without" not in said
     assert "10 texts of up to 512 new tokens" in said
     assert "GB of memory)" in said and "(eager," in said
     assert "GB of disk in" in said

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from support import chat
 
+from vllm_medusa.job import Progress
 from vllm_medusa.offline import defaults
 from vllm_medusa.offline.comparison import affordable
 from vllm_medusa.offline.defaults import COMPILE_FROM, Length, TargetSizes, plan_engine
@@ -74,6 +75,18 @@ def test_lengths_are_in_tokens_not_bytes() -> None:
     (length,) = measure(tokenizer, Prompt(0, 1, "0", text=text))
     assert length.whole == len(tokenizer(text)["input_ids"]) < len(text) / 2
     assert length.positions(10) == length.whole + 10
+
+
+@pytest.mark.parametrize("template", [chat.CHATML, None])
+def test_plain_texts_for_a_chat_model_are_warned_of(template: str | None) -> None:
+    tokenizer, said = chat.tokenizer(chat.CHATML), list[str]()
+    tokenizer.chat_template = template
+    progress = Progress()
+    progress.warn = said.append  # type: ignore[method-assign]
+    prompts = [Prompt(0, 1, "0", text="Why?"), Prompt(1, 2, "1", turns=("Why?",))]
+    defaults.measure(Path("p.jsonl"), prompts, tokenizer, None, "refuse", progress)
+    texts = ["1 prompt of p.jsonl will be continued as plain text" in text for text in said]
+    assert texts == [template is not None]
 
 
 def test_a_conversation_is_rendered_and_each_turn_is_answered() -> None:
