@@ -112,14 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kept = earlier["cases"]
             document["command"] = f"{earlier['command']} && {document['command']}"
     for name, case in cases.items():
-        earlier, found = kept.get(name, {"rows": []})["rows"], list[dict[str, Any]]()
-        earlier = [row for row in earlier if row["name"] != _WHOLE]
-        document["cases"][name] = {"options": _plain(options[name]), "rows": earlier}
+        before = kept.get(name, {"rows": []})["rows"]
+        before, found = [row for row in before if row["name"] != _WHOLE], list[dict[str, Any]]()
+        document["cases"][name] = {"options": _plain(options[name]), "rows": before}
         rows = _with_base(name, words, args.base) if args.base else _rows(case, options[name])
         for row in rows:
-            earlier = [each for each in earlier if not _replaces(row, each)]
+            before = [each for each in before if not _replaces(row, each)]
             found.append(row)
-            document["cases"][name]["rows"] = [*earlier, *found]
+            document["cases"][name]["rows"] = [*before, *found]
             Lines().note(f"{name} {len(found)}: {_one_line(row)}")
             if args.json:
                 write_json(args.json, document)

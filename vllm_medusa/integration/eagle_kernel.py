@@ -85,7 +85,9 @@ class EntryLayer:
         attention = self.layer.self_attn
         inputs = torch.cat([self.layer.input_layernorm(embeds), self.layer.hidden_norm(states)], -1)
         key, value = functional.linear(inputs, self.weight, self.bias).chunk(2, -1)
-        key, _ = attention.rotary_emb(positions, key.contiguous())
+        key = key.contiguous()
+        query = torch.zeros_like(key)  # some embeddings need one
+        _, key = attention.rotary_emb(positions, query, key)
         shape = attention.num_kv_heads, attention.head_dim
         return [key.unflatten(-1, shape), value.unflatten(-1, shape)]
 
