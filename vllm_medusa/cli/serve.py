@@ -18,9 +18,9 @@ from vllm_medusa.plugin import engine_died, set_up_command_line
 
 def run(arguments: Sequence[str]) -> int:
     """Serve until interrupted; 1 if the engine died. ``arguments`` are those after `serve`."""
+    import torch
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args
-    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_medusa.config import MedusaConfigError
@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     command.validate(args)
     share = serve_parser.get_default("gpu_memory_utilization")
     unset = args.kv_cache_memory_bytes is None and args.gpu_memory_utilization == share
-    if unset and current_platform.is_cpu():
+    if unset and not torch.accelerator.is_available():
         args.gpu_memory_utilization = usable_share()
     try:
         check_model(args.model_tag or args.model)
