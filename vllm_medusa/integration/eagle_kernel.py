@@ -94,8 +94,10 @@ class EntryLayer:
 
 def entry_layer(model: Any) -> EntryLayer | None:
     """The only layer of a loaded EAGLE-3 drafter; None if it is quantized or another drafter."""
+    if type(model) is not Eagle3LlamaForCausalLM:
+        return None
     inner = model.model
-    if type(model) is not Eagle3LlamaForCausalLM or len(inner.layers) != 1 or inner.quant_config:
+    if len(inner.layers) != 1 or inner.quant_config is not None:
         return None
     (layer,) = inner.layers
     if type(layer.self_attn) is not LlamaAttention:

@@ -95,7 +95,8 @@ class TreeScheduler(Scheduler):
         if isinstance(options.budget, int | None):
             compat.logger.warning(
                 "Each request gets %d draft nodes, up to %d rows per step, at any load: with large "
-                'batches this can be far slower than without drafts. "auto" adapts the number.',
+                "batches this can be far slower than without drafts. Without a static tree, "
+                '"budget": "auto" adapts the number.',
                 self.max_drafts,
                 self.max_step_rows(),
             )

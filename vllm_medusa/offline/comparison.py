@@ -234,16 +234,18 @@ def conclusion(document: dict[str, Any]) -> list[str]:
         )
     automatic, machine = document[AUTOMATIC], document["machine"]
     default = f"By default (automatic trees), it has {automatic['ratio']:.2f}x plain vLLM's speed"
+    best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
     if automatic["ratio"] > 1:
         said.append(f"{default}: worth using.")
         if min(automatic["ratios"]) <= 1:
             said.append("Not every round was faster, so the gain is within the noise.")
+    elif best["ratio"] > 1:
+        said.append(f"{default}; a fixed number is faster.")
     else:
         said.append(
             f"{default}: not worth using on this machine. Drafts help if most of a step's time is "
             "spent loading weights: with larger targets, smaller batches, or more cores."
         )
-    best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
     size = plural(best["num_draft_tokens"], "draft node")
     said.append(f"The fastest fixed number, {size}, has {best['ratio']:.2f}x.")
     if len(automatic["ratios"]) == 1 or (machine["load_average_at_start"] > machine["cores"]):

@@ -76,6 +76,30 @@ def test_every_budget_is_measured_and_the_fastest_is_named(arguments, tmp_path, 
     assert len(Engine.started) == 4  # plain vLLM once
 
 
+@pytest.mark.parametrize(
+    ("automatic", "fixed", "words"),
+    [
+        (1.2, 1.4, "1.20x plain vLLM's speed: worth using"),
+        (0.9, 1.4, "0.90x plain vLLM's speed; a fixed number is faster"),
+        (0.9, 0.8, "0.90x plain vLLM's speed: not worth using on this machine"),
+    ],
+)
+def test_the_verdict_begins_with_the_default(automatic, fixed, words):
+    row = {"differing_requests": 0, "requests": 2, "ratios": [1.0, 1.0]}
+    document = {
+        "rows": [row | {"num_draft_tokens": 4, "ratio": fixed}],
+        "automatic": row | {"num_draft_tokens": None, "ratio": automatic},
+        "fastest": 4,
+        "dtype": "float32",
+        "machine": {"cores": 2, "load_average_at_start": 0.1},
+        "engine_args": {},
+    }
+    said = " ".join(comparison.conclusion(document))
+    assert words in said and f"4 draft nodes, has {fixed:.2f}x" in said
+    document["machine"]["load_average_at_start"] = 7.0
+    assert "load average of 7.0" in " ".join(comparison.conclusion(document)) and "7.0" not in said
+
+
 def test_a_warm_up_group_is_not_counted(arguments, tmp_path, monkeypatch):
     groups = {None: [], 2: [], AUTOMATIC: []}
     measured = Engine.run
