@@ -35,7 +35,7 @@ _AT_REST_MS = 100.0  # interval of cost updates, and of decisions, while draftin
 _DRAFTS_MS = 25.0  # the same of cost and acceptance updates, while drafting is on
 _LEARN_STEPS = 64  # steps after start-up or a change, all used for updates
 _PROMPT_KEEP = 0.9  # decay of the time of a prompt's rows, per step with a prefill
-_REST_MS = (4e3, 60e3)  # pause of the heads after a failure, doubling
+_PAUSE_MS = (4e3, 60e3)  # after drafts proved slower, doubling
 
 
 class FixedBudget:
@@ -53,6 +53,44 @@ class FixedBudget:
     ) -> list[int]:
         """How many of each request's drafts to verify: all, or the likeliest if room is short."""
         return best([draft.survival for draft in drafts], room)
+
+
+class MeasuredSpeed:
+    """Speed of recent steps with drafts relative to plain ones, and the pause if it is too low.
+
+    Attributes:
+        steps: measured.
+        paused_until: ms of all steps; drafts pause before.
+        failed_ratio: the speed that led to the last pause.
+
+    """
+
+    def __init__(self) -> None:
+        self._pause, self.paused_until, self.failed_ratio = _PAUSE_MS[0], 0.0, 1.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new measurement."""
+        self._took = self._plain = 0.0  # ms of the steps; of plain ones for as many tokens
+        self.steps = 0
+
+    def add(self, took: float, plain: float) -> None:
+        """Record a step, and the time of plain steps for as many tokens."""
+        keep = 1.0 - 1.0 / _MEASURED_STEPS
+        self._took = keep * self._took + took
+        self._plain = keep * self._plain + plain
+        self.steps += 1
+
+    def failed(self, now: float) -> bool:
+        """Whether drafts proved slower, whatever was expected; a pause then begins."""
+        failed = self.steps > _MEASURED_STEPS / 2 and self._plain < _MIN_SPEED * self._took
+        if failed:
+            self.paused_until, self.failed_ratio = now + self._pause, self._plain / self._took
+            self._pause = min(2 * self._pause, _PAUSE_MS[1])
+            self.restart()
+        elif self.steps > 4 * _MEASURED_STEPS:
+            self._pause = _PAUSE_MS[0]
+        return failed
 
 
 @dataclass(frozen=True)
@@ -88,7 +126,7 @@ class AutoBudget:
     """The number of nodes that maximizes throughput, from step costs and acceptance.
 
     Drafting begins when a clear gain is expected, and ends when none is expected or when measured
-    speed is below that of plain steps. Occasionally a few steps try an alternative (heads while
+    speed is below that of plain steps. So do drafts without heads, such as copies. Occasionally a few steps try an alternative (heads while
     drafting is off; no nodes, or another number, while it is on). Trials that are expected to cost
     time may use a small share of it in total.
     """
@@ -127,9 +165,7 @@ class AutoBudget:
         self._waited, self._saved = 0, -1.0  # steps since a trial; ms available for trials
         self._idle = 0  # steps of requests without drafts
         self._surprises = cost.surprises
-        self._took = self._plain = 0.0  # ms of steps with drafts; of plain ones for as many tokens
-        self._measured = 0  # steps
-        self._rest, self._rest_until, self._failed_ratio = _REST_MS[0], 0.0, 1.0
+        self.speed, self.speed_of_copies = MeasuredSpeed(), MeasuredSpeed()
         self._at_rest: tuple[int, int] | None = None  # requests and room of the decision
         self._learned_at, self._learned_plain = -math.inf, 0.0  # ms of steps; of a plain step
         self._learned_shape = (0, 0, 0)  # rows, requests and limit of the step last used for costs
@@ -144,14 +180,18 @@ class AutoBudget:
 
         While drafting pauses because steps proved slower, the measured one.
         """
-        if self._now < self._rest_until:
-            return self._failed_ratio
+        if self._now < self.speed.paused_until:
+            return self.speed.failed_ratio
         return self._plan.ratio if self._plan else 1.0
+
+    @property
+    def _copies_pause(self) -> bool:
+        return self._now < self.speed_of_copies.paused_until
 
     @property
     def forced_pay(self) -> bool:
         """Whether to search for drafts that need no heads, by the last plan."""
-        return self._plan is not None and self._plan.forced_pay
+        return self._plan is not None and self._plan.forced_pay and not self._copies_pause
 
     def limit(self, requests: int, room: int, full: float = 0.0) -> int:
         """Max nodes to draft per request at the end of this step.
@@ -169,7 +209,7 @@ class AutoBudget:
             self._waited += 1
             return 0
         plan = self.plan(requests, room)
-        if not plan.limit or self._now < self._rest_until:
+        if not plan.limit or self._now < self.speed.paused_until:
             return 0
         self._decide(plan, full)
         if not self.drafting:
@@ -208,6 +248,8 @@ class AutoBudget:
             return 0
         if self._trial_left and self._trial[0]:
             return min(self._trial[1], len(gain))
+        if self._copies_pause and not self.drafting:
+            return 0
         plan = self.plan(requests, room)
         limit = self.work(plan.limit) if self.drafting else 0
         rate = max(plan.rate if self.drafting else 0.0, plan.rate_without)
@@ -269,11 +311,11 @@ class AutoBudget:
         if self._saved < 0:
             self._saved = _MAX_SAVED * _TRIAL_STEPS * plain
         self._saved += _TRIAL_SHARE * min(ms, 2 * plain)
-        if self.drafting and not self._trial_left and tokens:
-            keep = 1.0 - 1.0 / _MEASURED_STEPS
-            self._took = keep * self._took + min(ms, 4 * plain)
-            self._plain = keep * self._plain + plain * tokens / requests
-            self._measured += 1
+        if tokens and not self._trial_left and (self.drafting or rows > requests):
+            speed = self.speed if self.drafting else self.speed_of_copies
+            speed.add(min(ms, 4 * plain), plain * tokens / requests)
+            if not self.drafting:
+                speed.failed(self._now)
         return expected
 
     def observe_prefill(
@@ -325,7 +367,7 @@ class AutoBudget:
         ms = self.cost.ms(requests + nodes, requests, self.work(limits))
         rates = (requests + requests * gain) / ms
         without = limits == 0
-        alone = float(rates[without].max())
+        alone = float(rates[0] if self._copies_pause else rates[without].max())
         limit, rate, heads = 0, alone, 1.0
         if not without.all():
             place = int(np.where(without, 0.0, rates).argmax())
@@ -367,17 +409,8 @@ class AutoBudget:
         if not self.drafting:
             if 1.0 + gain > START:
                 self.drafting = True
-                self._took = self._plain = 0.0
-                self._measured = 0
-            return
-        failed = self._measured > _MEASURED_STEPS / 2 and self._plain < _MIN_SPEED * self._took
-        if failed:  # despite a higher expectation
-            self._rest_until = self._now + self._rest
-            self._failed_ratio = self._plain / self._took
-            self._rest = min(2 * self._rest, _REST_MS[1])
-        elif self._measured > 4 * _MEASURED_STEPS:
-            self._rest = _REST_MS[0]
-        if failed or 1.0 + gain <= STOP:
+                self.speed.restart()
+        elif self.speed.failed(self._now) or 1.0 + gain <= STOP:
             self.drafting = False
 
     def _begin_trial(self, plan: Plan) -> None:

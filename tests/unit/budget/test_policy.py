@@ -335,6 +335,22 @@ def test_copied_drafts_are_used_without_heads():
     assert policy.forced_pay
 
 
+@pytest.mark.parametrize(("ms", "pays"), [(11.0, True), (16.0, False)])
+def test_copies_pause_while_they_are_slower(ms, pays):
+    """Every other step has copies, half of them accepted; costs and survivals suggest a gain."""
+    policy = AutoBudget(StepCost(64), ExpectedAcceptance((1.05,)), 8, top_limit=0)
+    policy.cost.ms = lambda rows, *_: 10.0 + 0.01 * np.asarray(rows)  # type: ignore[method-assign]
+    copies, chosen = Drafted([0.9], 0, 0, [2]), []
+    for step in range(2000):
+        policy.limit(1, 8)
+        policy.observe(1, 1, 0, 10.0, 1.0)
+        (count,) = policy.counts([copies], 1, 8)
+        policy.observe(1 + count, 1, 0, ms if count else 10.0, 1.0 + step % 2 * count)
+        policy.observe_drafts([copies], [count], [0])
+        chosen.append(count)
+    assert np.mean(chosen) == 1 if pays else np.mean(chosen) < 0.25
+
+
 @pytest.mark.parametrize(
     ("total", "expected"), [(0, [0, 0, 0]), (1, [1, 0, 0]), (3, [2, 0, 1]), (9, [2, 1, 2])]
 )
@@ -383,4 +399,4 @@ def test_costs_are_updated_rarely_from_equal_fast_steps():
         for step in range(200):
             policy.observe(1 + nodes[step % 2], 1, 4, 5.0, 2.0)
         assert policy.cost.steps - before == pytest.approx(expected, abs=1)
-    assert policy._now == pytest.approx(400 * 5.0) and policy._measured == 400
+    assert policy._now == pytest.approx(400 * 5.0) and policy.speed.steps == 400
