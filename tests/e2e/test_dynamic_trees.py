@@ -238,7 +238,7 @@ def test_automatic_budgets(
 
     They are stored as soon as the engine is idle.
     """
-    monkeypatch.setattr(policy, "_AT_REST_MS", 0.0)  # all idle steps update costs
+    monkeypatch.setattr(policy, "_LEARN_MS", 0.0)  # all idle steps update costs
     budget = policy_of(automatic)
     before = budget.cost.steps
     scheduler_of(automatic).costs._saved_at -= 20

@@ -55,7 +55,13 @@ class Drafted:
 
 
 class ExpectedAcceptance:
-    """Expected accepted tokens by number of draft nodes."""
+    """Expected accepted tokens by number of draft nodes.
+
+    Attributes:
+        ratio: [KINDS] accepted over expected tokens.
+        copies: whether any node was copied recently.
+
+    """
 
     def __init__(self, taus: Sequence[float] = USUAL_TAUS) -> None:
         self._count = np.zeros((1 + _COPIED, _BINS))  # nodes
@@ -63,7 +69,7 @@ class ExpectedAcceptance:
         self._steps = np.zeros(1 + _COPIED)  # of requests
         self._accepted = np.zeros(KINDS)
         self._predicted = np.zeros(KINDS)
-        self.ratio = np.ones(KINDS)  # accepted over expected tokens of each kind
+        self.ratio = np.ones(KINDS)
         first = np.minimum.accumulate(np.diff([1.0, *taus]).clip(0.0, 1.0))
         ranges = np.searchsorted(RANGE_ENDS, np.arange(len(first)), side="right")
         for _ in range(_PRIOR_STEPS):
@@ -139,6 +145,7 @@ class ExpectedAcceptance:
         self._count += np.bincount(bins, minlength=self._count.size).reshape(shape)
         self._worth += np.bincount(bins, worth, self._count.size).reshape(shape)
         self._steps += requests
+        self.copies = bool(self._count[_COPIED].sum() > 1e-3)
 
     def _scale(self, weight: Floats) -> None:
         self._count *= weight[:, None]
@@ -178,11 +185,6 @@ class ExpectedAcceptance:
         """The same if every request has its own best ``limit`` nodes."""
         covered = range(_num_ranges(limit))
         return float((self._worth[covered].sum(1) / self._steps[covered].clip(1e-9)).sum())
-
-    @property
-    def copies(self) -> bool:
-        """Whether any node was copied recently."""
-        return bool(self._count[_COPIED].sum() > 1e-3)
 
 
 def _chance(value: float) -> float:

@@ -31,8 +31,7 @@ _MAX_SAVED = 2.0  # max savings, in trials of the most expensive kind
 _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # offsets from the best size to sizes to try
 _MEASURED_STEPS, _MIN_SPEED = 128, 0.97  # window, and speed below which drafting stops
-_AT_REST_MS = 100.0  # interval of cost updates, and of decisions, while drafting is off
-_DRAFTS_MS = 25.0  # the same of cost and acceptance updates, while drafting is on
+_LEARN_MS = 100.0  # interval of updates of costs and acceptance
 _LEARN_STEPS = 64  # steps after start-up or a change, all used for updates
 _PROMPT_KEEP = 0.9  # decay of the time of a prompt's rows, per step with a prefill
 _PAUSE_MS = (4e3, 60e3)  # after drafts proved slower, doubling
@@ -126,9 +125,10 @@ class AutoBudget:
     """The number of nodes that maximizes throughput, from step costs and acceptance.
 
     Drafting begins when a clear gain is expected, and ends when none is expected or when measured
-    speed is below that of plain steps. So do drafts without heads, such as copies. Occasionally a few steps try an alternative (heads while
-    drafting is off; no nodes, or another number, while it is on). Trials that are expected to cost
-    time may use a small share of it in total.
+    speed is below that of plain steps. Drafts without heads, such as copies, also pause then.
+    Occasionally a few steps try an alternative (heads while drafting is off; no nodes, or another
+    number, while it is on). Trials that are expected to cost time may use a small share of it in
+    total.
     """
 
     def __init__(
@@ -282,18 +282,16 @@ class AutoBudget:
     ) -> float | None:
         """Record the time and tokens of a step; see `StepCost.observe`.
 
-        Costs are updated only once per `_AT_REST_MS` while drafting is off, and per `_DRAFTS_MS`
-        while it is on, unless the step differs from the last one that was used: fast steps must
-        cost little more than without trees.
+        Costs are updated only once per `_LEARN_MS`, unless the step differs from the last one that
+        was used: fast steps must cost little more than without trees.
         """
         shape = rows, requests, limit
-        interval = _DRAFTS_MS if self._at_rest is None else _AT_REST_MS
         expected = None
         if (
             shape != self._learned_shape
             or self._learned_steps < _LEARN_STEPS
-            or not 0 < ms < interval
-            or self._now - self._learned_at >= interval
+            or not 0 < ms < _LEARN_MS
+            or self._now - self._learned_at >= _LEARN_MS
         ):
             self._at_rest = None
             surprises = self.cost.surprises
@@ -336,13 +334,13 @@ class AutoBudget:
     ) -> None:
         """Record a step's accepted drafts, see `ExpectedAcceptance.observe`.
 
-        After the first `_LEARN_STEPS`, at most once per `_DRAFTS_MS`: it takes time. Trials are
+        After the first `_LEARN_STEPS`, at most once per `_LEARN_MS`: it takes time. Trials are
         always recorded, and copies, as their absence is (`ExpectedAcceptance.no_copies`).
         """
         if (
             self._trial_left
             or self._drafts_learned < _LEARN_STEPS
-            or self._now - self._drafts_at >= _DRAFTS_MS
+            or self._now - self._drafts_at >= _LEARN_MS
             or any(draft.copied is not None for draft in drafts)
         ):
             self._drafts_at, self._drafts_learned = self._now, self._drafts_learned + 1
