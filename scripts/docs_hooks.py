@@ -127,7 +127,10 @@ def _keys(model: type[models._Options]) -> Iterator[str]:
     for name, field in model.model_fields.items():
         default = field.get_default(call_default_factory=True, validated_data={})
         default = default.mode if isinstance(default, models.AcceptanceConfig) else default
-        shown = "required" if field.is_required() else f"`{json.dumps(default)}`"
+        if field.is_required():
+            shown = "required"
+        else:
+            shown = "" if default is None else f"`{json.dumps(default)}`"
         yield f"| `{model.names.get(name, name)}` | {shown} | {_cell(field.description or '')} |"
     yield ""
 

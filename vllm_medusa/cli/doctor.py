@@ -60,7 +60,8 @@ def run(options: DoctorOptions, progress: ConsoleProgress) -> int:
     with _only_errors_logged():
         for name, check in _checks(options):
             try:
-                mark, text = "ok", check()
+                with progress.console.status(f"checking {name}"):  # on a terminal
+                    mark, text = "ok", check()
             except UserWarning as error:  # optional, or slower than possible
                 mark, text = "- ", str(error)
             except Exception as error:  # importing vLLM and compiling may raise anything

@@ -33,6 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="subparser")
     serve_parser = command.subparser_init(commands)
     serve_parser.usage = "vllm-medusa serve [model_tag] [options]"
+    serve_parser.epilog = (serve_parser.epilog or "").replace("vllm serve", "vllm-medusa serve")
     # vLLM's parser reads sys.argv itself, for its --help=<group> and --config.
     sys.argv = ["vllm-medusa", "serve", *arguments]
     args = parser.parse_args()

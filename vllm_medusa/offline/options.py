@@ -48,7 +48,9 @@ class EngineOptions(Options):
 
     title = "engine"
     dtype: Dtype = option(default="auto")
-    max_model_len: Positive | None = option(default=None)
+    max_model_len: Positive | None = option(
+        "max tokens of prompt and answer", default=None, shown="the target's"
+    )
     batch: Positive = option("number of concurrent prompts", default=64)
     engine_args: dict[str, Any] = option(
         "further arguments of vLLM's LLM", default={}, metavar="JSON"
@@ -99,7 +101,7 @@ class PromptJob(EngineOptions, Speculation, PromptFile):
 
     model: Model = option("the target: a folder or a hub name", positional=True)
     max_tokens: Positive = option("max tokens per answer", default=256)
-    top_p: Share = option(default=1.0)
+    top_p: Share = option("total probability of the tokens to sample from", default=1.0)
     top_k: TopK = option("number of tokens; 0 or -1: all", default=0, shown="")
     stop: tuple[Text, ...] = option("strings that end an answer", default=(), metavar="TEXT")
 

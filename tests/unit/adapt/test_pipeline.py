@@ -26,6 +26,7 @@ from vllm_medusa.training.options import StepOptions, TextFiles
 from vllm_medusa.training.train import Trained
 
 TREE = [[0], [1], [0, 0], [2]]
+MEDUSA = DrafterOptions(kind="medusa")
 
 
 def records(count: int) -> str:
@@ -158,7 +159,7 @@ def test_only_an_interrupted_stage_runs_again(adapt, name):
         ({"samples": 2}, ALL[1:]),
         ({"heldout_share": 0.5}, ALL[2:]),
         ({"training": StepOptions(seed=1)}, ALL[1:]),
-        ({"heads": DrafterOptions(kind="hydra")}, ["check", *ALL[3:]]),  # texts are kept
+        ({"heads": MEDUSA}, ["check", *ALL[3:]]),  # texts are kept
         ({"measure_tokens": 64}, ["compare"]),
         ({"budgets": (1, 16)}, ["compare"]),
         ({"budgets": (1, 32)}, ["tree", "compare"]),
@@ -248,7 +249,7 @@ def test_all_outputs_may_be_overwritten_also_through_a_link(adapt, tmp_path, the
     output = tmp_path / "heads"
     output.symlink_to(disk / "heads")
     for seed in (1, 2):
-        more = {"method": "medusa-2", "training": StepOptions(seed=seed)}
+        more = {"method": "medusa-2", "heads": MEDUSA, "training": StepOptions(seed=seed)}
         adapt.run(publish=True, **more)
         assert output.is_symlink()
         assert written_by_adapt(disk / "heads") == adapt.plan(**more).key
