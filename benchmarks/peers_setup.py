@@ -20,6 +20,7 @@ from functools import partial
 from importlib import metadata
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from benchmarks.engines import ArmSampling
@@ -44,6 +45,7 @@ REQUIREMENTS = {
 }
 _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _SHOWN_LINES = 5
+_MAX_SECONDS = 1800.0  # for an answer; then the process is killed
 _SET_LAYERS = """
 import sys, openvino
 model = openvino.Core().read_model(sys.argv[1] + "/openvino_model.xml")
@@ -64,12 +66,16 @@ class Worker:
 
     def _ask(self, message: dict[str, Any]) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
+        limit = Timer(_MAX_SECONDS, self._process.kill)
+        limit.start()
         try:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
             answer = json.loads(self._process.stdout.readline() or "{}")
         except BrokenPipeError:
             answer = {}
+        finally:
+            limit.cancel()
         if not answer or "error" in answer:
             reason = answer.get("error") or f"it ended with status {self._process.wait()}"
             raise JobFailed(f"{reason}; the end of its log:\n{end_of(self._log)}")

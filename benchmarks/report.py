@@ -117,7 +117,7 @@ def _lines(rows: Sequence[Mapping[str, Any]], y: str, plot: Plot, panel: Any) ->
     for row in sorted(rows, key=lambda row: row[plot.x]):
         name = ", ".join(str(row[key]) for key in (*plot.series, "texts") if key in row)
         series.setdefault(name, []).append(row)
-    for name, own in series.items():
+    for number, (name, own) in enumerate(series.items()):
         values = [row[y] for row in own]
         spread: Any = [row.get(f"{y}_error", 0.0) for row in own]
         if all(f"{y}_quartiles" in row for row in own):
@@ -125,7 +125,9 @@ def _lines(rows: Sequence[Mapping[str, Any]], y: str, plot: Plot, panel: Any) ->
             below = [value - low for value, (low, _) in zip(values, pairs, strict=True)]
             above = [high - value for value, (_, high) in zip(values, pairs, strict=True)]
             spread = [below, above]
-        panel.errorbar([row[plot.x] for row in own], values, spread, label=name, marker=".")
+        style = ("-", "--", ":")[number // 10 % 3]  # there are ten colors
+        x = [row[plot.x] for row in own]
+        panel.errorbar(x, values, spread, label=name, marker=".", linestyle=style)
     if plot.log:
         panel.set_xscale("log", base=2)
         panel.set_xticks(sorted({row[plot.x] for row in rows}))

@@ -95,6 +95,7 @@ def hook_engine(llm: Any) -> Spans:
     speculates = runner.speculative_config is not None
     spans.hook(runner, "_sample", "verification" if speculates else "sampling")
     spans.hook(runner, "propose_draft_token_ids", drafting)
+    spans.hook(runner, "take_draft_token_ids", drafting)  # trees: after the tokens are sent
     heads = (
         getattr(runner.drafter, "heads", getattr(runner.drafter, "model", None))
         if speculates

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.engines import complete, engine, greedy, medusa, random_prompts
+from support.engines import complete, engine, greedy, medusa, random_prompts, worker_of
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, differing, plain_greedy
-from support.runner import on_v1, sized
+from support.runner import ON_V2, on_v1, sized
 from support.spies import assert_reported, mean_accepted, recorded_steps, tree_rows
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -64,6 +64,26 @@ def test_a_bad_request_fails_alone(llm: LLM, reference: Reference, name: str) ->
         assert word in str(caught.value)
     assert llm.llm_engine.get_num_unfinished_requests() == 0
     assert_works(llm, reference)
+
+
+@pytest.mark.skipif(ON_V2, reason="V2 drafts on the device, while tokens are copied")
+def test_drafting_delays_no_token(
+    llm: LLM, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front end gets a step's tokens from `update_from_output`; drafting follows."""
+    core: Any = llm.llm_engine.engine_core
+    order: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *args, **kw: order.append(name) or call(*args, **kw)
+        )
+
+    note(core.engine_core.scheduler, "update_from_output")
+    note(worker_of(llm).model_runner.drafter, "draft")
+    complete(llm, reference.prompts[:1], greedy(8))
+    assert order[:4] == ["update_from_output", "draft"] * 2
 
 
 def test_a_request_limits_its_drafts(llm: LLM, reference: Reference) -> None:

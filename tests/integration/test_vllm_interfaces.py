@@ -116,7 +116,7 @@ OVERRIDES = {
     "MedusaModelRunner": {
         "load_model", "initialize_kv_cache", "_prepare_inputs", "_build_attention_metadata",
         "_sample", "propose_draft_token_ids", "_input_fits_in_drafter", "_bookkeeping_sync",
-        "_update_states",
+        "_update_states", "take_draft_token_ids",
     },
     "MedusaCPUWorker": {"init_device"},
     "TreeMetadataBuilder": {"build"},

@@ -42,7 +42,7 @@ def after_drafting(look: Look) -> Iterator[None]:
 def _on_v1(look: Look) -> Iterator[None]:
     from vllm_medusa.integration.v1.runner import MedusaModelRunner
 
-    original = MedusaModelRunner.propose_draft_token_ids
+    original = MedusaModelRunner._propose
 
     def propose(self: Any, scheduler_output: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
         step, verdict = self.trees.step, self.trees.verdict
@@ -69,7 +69,7 @@ def _on_v1(look: Look) -> Iterator[None]:
         return drafts
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MedusaModelRunner, "propose_draft_token_ids", propose)
+        patch.setattr(MedusaModelRunner, "_propose", propose)
         yield
 
 

@@ -180,7 +180,8 @@ Drafts = dict[tuple[int, ...], list[list[int]]]
 def _drafts_of(owner: type, future: dict[tuple[int, ...], list[int]]) -> Iterator[Drafts]:
     """Record a runner's drafts for each prompt, step by step; then replace those with a future."""
     found: Drafts = {}
-    original = owner.propose_draft_token_ids  # type: ignore[attr-defined]
+    name = "_propose" if hasattr(owner, "_propose") else "propose_draft_token_ids"
+    original = getattr(owner, name)
 
     def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = original(self, *args, **kwargs)
@@ -195,5 +196,5 @@ def _drafts_of(owner: type, future: dict[tuple[int, ...], list[int]]) -> Iterato
         return rows if isinstance(drafts, list) else torch.tensor(rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, "propose_draft_token_ids", propose)
+        patch.setattr(owner, name, propose)
         yield found

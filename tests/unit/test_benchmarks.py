@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import runner
+from benchmarks import peers_setup, runner
 from benchmarks.case import Row, attempt
+from vllm_medusa.job import JobFailed
 
 ROOT = Path(__file__).parents[2]
 FAKE = """
@@ -158,3 +159,15 @@ def test_two_commits_are_measured_alternately(fake, tmp_path, capsys):
         ["git", "-C", str(ROOT), "worktree", "list"], capture_output=True, text=True, check=True
     )
     assert os.path.dirname(os.path.dirname(rows[0]["file"])) not in listed.stdout
+
+
+def test_a_peer_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers_setup, "_MAX_SECONDS", 0.2)
+    (tmp_path / "log").write_text("loading")
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        subprocess.Popen(command, text=True, **pipes) as process,
+        pytest.raises(JobFailed, match=r"status -9; the end of its log:\nloading"),
+    ):
+        peers_setup.Worker(process, tmp_path / "log", {"eos": []})

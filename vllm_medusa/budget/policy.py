@@ -166,6 +166,7 @@ class AutoBudget:
         self._idle = 0  # steps of requests without drafts
         self._surprises = cost.surprises
         self.speed, self.speed_of_copies = MeasuredSpeed(), MeasuredSpeed()
+        self._last_limit = 0  # of the last step: whether heads drafted what this one verifies
         self._at_rest: tuple[int, int] | None = None  # requests and room of the decision
         self._learned_at, self._learned_plain = -math.inf, 0.0  # ms of steps; of a plain step
         self._learned_shape = (0, 0, 0)  # rows, requests and limit of the step last used for costs
@@ -309,11 +310,13 @@ class AutoBudget:
         if self._saved < 0:
             self._saved = _MAX_SAVED * _TRIAL_STEPS * plain
         self._saved += _TRIAL_SHARE * min(ms, 2 * plain)
-        if tokens and not self._trial_left and (self.drafting or rows > requests):
-            speed = self.speed if self.drafting else self.speed_of_copies
+        copies = rows > requests and not self.drafting and not self._last_limit
+        if tokens and not self._trial_left and (self.drafting or copies):
+            speed = self.speed_of_copies if copies else self.speed
             speed.add(min(ms, 4 * plain), plain * tokens / requests)
-            if not self.drafting:
+            if copies:
                 speed.failed(self._now)
+        self._last_limit = limit
         return expected
 
     def observe_prefill(

@@ -43,12 +43,10 @@ class StepClock:
     def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:
         """Record that an output was processed; return the step if it ended, and its duration in ms.
 
-        ``more``: another step follows immediately.
+        It has not ended: drafting follows. Without ``more`` steps its end is not observed.
         """
-        if more:
-            self._last = step
-            return None
-        return step, _ms_since(step.started)
+        self._last = step if more else None
+        return None
 
 
 class PipelinedClock(StepClock):

@@ -233,6 +233,7 @@ def test_trials_cost_less_than_a_hundredth():
     policy = new_policy()
     record, plain = serve(server, 2 * STEPS, policy), serve(server, 2 * STEPS, 0)
     assert record.speed(200) >= 0.99 * plain.speed(200) and policy.trials > 3
+    assert policy.speed_of_copies.steps == 0
 
 
 @pytest.mark.parametrize("wrong", [1 / 3, 3.0])

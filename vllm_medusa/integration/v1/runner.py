@@ -2,14 +2,15 @@
 
 A step, in vLLM's order: `_prepare_inputs` (the nodes' positions), `_build_attention_metadata` (the
 trees' part of it), the forward pass, `_sample` (verify, then compact the KV cache),
-`propose_draft_token_ids` (the next trees).
+`take_draft_token_ids` (the next trees). vLLM drafts before a step's tokens are sent; here they are
+sent first, so that drafting, and an EAGLE drafter's part of a prefill, delay no token.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +52,7 @@ class MedusaModelRunner(CPUModelRunner):
         self._slots: dict[str, int] = {}  # of running requests; vLLM reorders its batch
         self._free = list(range(vllm_config.scheduler_config.max_num_seqs))
         self._drafts = DraftMessage([], [])  # to be sent to the scheduler
+        self._drafting: Callable[[], object] | None = None  # deferred until the tokens are sent
         # Some request had a grammar. The scheduler may then draft forced tokens in steps without
         # heads, so it needs a message for each step, even an empty one.
         self._had_grammar = False
@@ -71,6 +73,7 @@ class MedusaModelRunner(CPUModelRunner):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         """As in vLLM; also assigns a slot to each running request."""
+        self._draft_deferred()  # if nobody asked for the drafts
         result = super()._update_states(scheduler_output)
         for req_id in (
             *scheduler_output.finished_req_ids,
@@ -143,9 +146,22 @@ class MedusaModelRunner(CPUModelRunner):
         return output
 
     def propose_draft_token_ids(
+        self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> list[list[int]]:
+        """Defer drafting to `take_draft_token_ids`, which vLLM calls after it sent the tokens."""
+        tokens = [list(own) for own in sampled_token_ids]  # the scheduler may shorten them
+        self._drafting = functools.partial(self._propose, scheduler_output, tokens, *args, **kwargs)
+        return [[] for _ in self.input_batch.req_ids]
+
+    def _draft_deferred(self) -> None:
+        drafting, self._drafting = self._drafting, None
+        if drafting is not None:
+            drafting()
+
+    def _propose(
         self,
         scheduler_output: Any,
-        sampled_token_ids: Any,
+        sampled_token_ids: list[list[int]],
         sampling_metadata: Any,
         hidden_states: Tensor,
         sample_hidden_states: Tensor,
@@ -248,8 +264,10 @@ class MedusaModelRunner(CPUModelRunner):
             return sample_hidden_states
         return sample_hidden_states[step.cu_nodes[:-1] + verdict.path.last_node]
 
+    @torch.inference_mode()
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The drafts for the scheduler, with their metadata; None: none were requested."""
+        """Draft for the scheduler; None: no drafts were requested."""
+        self._draft_deferred()
         drafted = super().take_draft_token_ids() is not None and self._drafts.req_ids
         return self._drafts if drafted else None
 
