@@ -72,7 +72,7 @@ class Worker:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
             answer = json.loads(self._process.stdout.readline() or "{}")
-        except BrokenPipeError:
+        except (BrokenPipeError, json.JSONDecodeError):  # it ended
             answer = {}
         finally:
             limit.cancel()

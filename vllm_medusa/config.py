@@ -62,7 +62,9 @@ class AcceptanceConfig(_Options):
     )
     epsilon: float = _share(0.09)
     delta: float = _share(0.3)
-    greedy_root: bool = Field(default=False, description="true or false")
+    greedy_root: bool = Field(
+        default=False, description="true or false: the last token of a typical step is the argmax"
+    )
 
     @model_validator(mode="after")
     def _no_idle_options(self) -> AcceptanceConfig:
@@ -179,8 +181,7 @@ class _DraftOptions(_Options):
     )
     lookup: bool = Field(
         default=False,
-        description="true or false: also draft tokens copied from the request's own text; without "
-        'a "model", draft only these',
+        description="true or false: also draft tokens copied from the request's own text",
     )
 
     shared_noise: bool = Field(

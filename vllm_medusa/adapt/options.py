@@ -58,7 +58,8 @@ class AdaptOptions(EngineOptions, PromptFile):
         "approximate time limit: rounds and prompts are reduced to fit", default=300.0, metavar="S"
     )
     method: Literal["medusa-1", "medusa-2"] = option(
-        "training method; medusa-2 needs --drafter medusa", default="medusa-1"
+        "medusa-1: the target stays as it is; medusa-2: it is trained with --drafter medusa",
+        default="medusa-1",
     )
     heads: DrafterOptions = group("drafter", factory=DrafterOptions)
     training: StepOptions = group("training; the seed applies to all stages", factory=StepOptions)
@@ -72,11 +73,6 @@ class AdaptOptions(EngineOptions, PromptFile):
 
     def check(self) -> None:
         """See `Options.check`."""
-        if self.method == "medusa-2" and self.heads.kind != "medusa":
-            raise ValueError(
-                f"--method medusa-2 trains the target with Medusa heads, not with "
-                f"{self.heads.kind}. Add --drafter medusa, or omit the method."
-            )
         self.train_options(TextFiles(data=self.prompts, heldout=self.prompts, output=self.output))
         heads, size = self.heads.num_heads, self.heads.draft_vocab
         if min(self.max_tokens, self.measure_tokens) < heads + 2:

@@ -323,6 +323,7 @@ class AutoBudget:
         self, prompt_rows: int, nodes: int, requests: int, limit: int, ms: float
     ) -> None:
         """Record a step with a prefill of ``prompt_rows``, excluding one row for each request."""
+        self._last_limit = limit
         if prompt_rows < 1 or not 0 < ms < 1e6:
             return
         if self.cost.steps:

@@ -126,8 +126,8 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
             "--speculative-model",
             metavar="HEADS",
             default=None,
-            help="Medusa heads (folder, file or hub name) for tree speculation; the same as "
-            '--speculative-config \'{"method": "medusa", "model": HEADS}\', whose other keys '
+            help="Medusa or Hydra heads (folder, file or hub name) for tree speculation; the same "
+            'as --speculative-config \'{"method": "medusa", "model": HEADS}\', whose other keys '
             "(tree, budget, lookup, acceptance, num_speculative_tokens) may be set too. Or "
             'the folder of an EAGLE drafter, with "tree": "dynamic".',
         )

@@ -47,7 +47,7 @@ class EngineOptions(Options):
     """vLLM's engine."""
 
     title = "engine"
-    dtype: Dtype = option(default="auto")
+    dtype: Dtype = option("dtype of the target; auto: its own", default="auto")
     max_model_len: Positive | None = option(
         "max tokens of prompt and answer", default=None, shown="the target's"
     )

@@ -21,6 +21,7 @@ from vllm_medusa.options import (
     Seed,
     Share,
     command_line,
+    described,
     group,
     option,
 )
@@ -98,12 +99,19 @@ class HeadOptions(Options):
         default=None,
         metavar="FOLDER",
     )
-    save_dtype: Literal["bfloat16", "float16", "float32"] = option(default="bfloat16")
+    save_dtype: Literal["bfloat16", "float16", "float32"] = option(
+        "dtype of the saved heads", default="bfloat16"
+    )
 
     @property
     def own_lm_heads(self) -> bool:
         """Whether new heads train LM heads of their own."""
         return (self.lm_heads or ("own" if self.kind == "eagle3" else "shared")) == "own"
+
+    @property
+    def kind_flag(self) -> str:
+        """The flag of ``kind``."""
+        return next(each.flag for each in described(type(self)) if each.name == "kind")
 
     def check(self) -> None:
         """See `Options.check`."""
@@ -137,7 +145,7 @@ class StepOptions(Options):
         metavar="N",
         shown=f"{WARMUP_STEPS}; in medusa-2's joint stage {JOINT_WARMUP_STEPS}",
     )
-    weight_decay: AtLeastZero = option(default=0.0)
+    weight_decay: AtLeastZero = option("AdamW's weight decay", default=0.0)
     clip: Above = option("max gradient norm", default=1.0)
     seed: Seed = option(default=0)
     measure_every: Positive = option("steps between measurements", default=500, metavar="N")
@@ -176,8 +184,8 @@ class JointOptions(Options):
     heuristic: normal runs stay within them, diverged runs do not.
     """
 
-    lora_rank: Positive = option(default=32)
-    lora_alpha: Above = option(default=16.0)
+    lora_rank: Positive = option("rank of the target's adapter", default=32)
+    lora_alpha: Above = option("its scale, times the rank", default=16.0)
     lm_loss: Literal["auto", "kl", "cross-entropy"] = option(
         "target's loss: kl to the original model, or cross-entropy of the text; auto: kl if the "
         "target generated all of it",
@@ -191,7 +199,7 @@ class JointOptions(Options):
     )
     backbone_rate: Above = option("peak learning rate of the adapter", default=5e-4)
     heads_rate: Above = option("heads' learning rate, as a multiple of the adapter's", default=4.0)
-    joint_epochs: Positive = option(default=1)
+    joint_epochs: Positive = option("passes over the texts", default=1)
     joint_tokens: Positive = option("tokens per step", default=8192, metavar="N")
     pass_tokens: Positive = option(
         "tokens per pass of the target; fewer need less memory", default=4096, metavar="N"
@@ -214,7 +222,10 @@ class TrainOptions(Options):
     """Options of `vllm_medusa.training.train.train` and of `vllm-medusa train`."""
 
     model: Model = option("the target: a folder or a hub name", positional=True)
-    method: Literal["medusa-1", "medusa-2"] = option(default="medusa-1")
+    method: Literal["medusa-1", "medusa-2"] = option(
+        "medusa-1: the target stays as it is; medusa-2: it is trained with Medusa heads",
+        default="medusa-1",
+    )
     files: TextFiles = group("files")
     heads: HeadOptions = group("heads", factory=HeadOptions)
     training: StepOptions = group("training", factory=StepOptions)
@@ -233,8 +244,8 @@ class TrainOptions(Options):
         heads, kind = self.heads, self.heads.kind
         if kind != "medusa" and self.method != "medusa-1":
             raise ValueError(
-                f"--heads {kind} does not change the target; the method is {self.method}. Omit it, "
-                "or train Medusa heads with it."
+                f"--method {self.method} trains the target with Medusa heads, not with {kind}. Add "
+                f"{heads.kind_flag} medusa, or omit the method."
             )
         if kind == "eagle3" and heads.num_layers != 1:
             raise ValueError(
@@ -243,13 +254,14 @@ class TrainOptions(Options):
             )
         if heads.aux_layers and kind != "eagle3":
             raise ValueError(
-                f"--aux-layers is an option of --heads eagle3; the heads are {kind}. Omit it."
+                f"--aux-layers is for EAGLE-3, not for {kind}. Add {heads.kind_flag} eagle3, or "
+                "omit the option."
             )
         if self.method == "medusa-1":
             if joint := command_line(self.joint):
                 raise ValueError(
-                    f"{joint[0]} is an option of --method medusa-2; the method is medusa-1. Use "
-                    "that method, or omit the option."
+                    f"{joint[0]} is an option of --method medusa-2; the method is medusa-1. Add "
+                    f"--method medusa-2 {heads.kind_flag} medusa, or omit the option."
                 )
             return
         if self.files.heldout is None and not self.files.heldout_share:

@@ -113,7 +113,8 @@ def settle_shape(heads: HeadOptions) -> HeadOptions:
         other = value is not None and requested != value
         if other and (option.name == "kind" or requested != option.default):
             raise ValueError(
-                f"{option.flag} is {requested}, but --start-heads {start} has {value}. Use {value}."
+                f"{option.flag} is {requested}, but --start-heads {start} has {value}. Use "
+                f"{option.flag} {value}."
             )
     return replace(heads, **found)
 
