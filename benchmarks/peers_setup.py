@@ -75,9 +75,11 @@ class Worker:
         except (BrokenPipeError, json.JSONDecodeError):  # it ended
             answer = {}
         finally:
+            late = not limit.is_alive()
             limit.cancel()
         if not answer or "error" in answer:
             reason = answer.get("error") or f"it ended with status {self._process.wait()}"
+            reason = f"no answer within {_MAX_SECONDS:g} s" if late else reason
             raise JobFailed(f"{reason}; the end of its log:\n{end_of(self._log)}")
         return answer
 

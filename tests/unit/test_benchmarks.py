@@ -168,6 +168,6 @@ def test_a_peer_that_hangs_is_ended(tmp_path, monkeypatch):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with (
         subprocess.Popen(command, text=True, **pipes) as process,
-        pytest.raises(JobFailed, match=r"status -9; the end of its log:\nloading"),
+        pytest.raises(JobFailed, match=r"no answer within 0.2 s; the end of its log:\nloading"),
     ):
         peers_setup.Worker(process, tmp_path / "log", {"eos": []})

@@ -41,9 +41,9 @@ class StepClock:
         return self._in_flight.popleft()
 
     def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:
-        """Record that an output was processed; return the step if it ended, and its duration in ms.
+        """Record that an output was processed. None: the step has not ended, drafting follows.
 
-        It has not ended: drafting follows. Without ``more`` steps its end is not observed.
+        Without ``more`` steps its end is not observed.
         """
         self._last = step if more else None
         return None

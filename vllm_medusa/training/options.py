@@ -254,8 +254,8 @@ class TrainOptions(Options):
             )
         if heads.aux_layers and kind != "eagle3":
             raise ValueError(
-                f"--aux-layers is for EAGLE-3, not for {kind}. Add {heads.kind_flag} eagle3, or "
-                "omit the option."
+                f"--aux-layers {' '.join(map(str, heads.aux_layers))} is for EAGLE-3, not for "
+                f"{kind}. Add {heads.kind_flag} eagle3, or omit the option."
             )
         if self.method == "medusa-1":
             if joint := command_line(self.joint):

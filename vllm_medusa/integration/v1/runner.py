@@ -2,8 +2,8 @@
 
 A step, in vLLM's order: `_prepare_inputs` (the nodes' positions), `_build_attention_metadata` (the
 trees' part of it), the forward pass, `_sample` (verify, then compact the KV cache),
-`take_draft_token_ids` (the next trees). vLLM drafts before a step's tokens are sent; here they are
-sent first, so that drafting, and an EAGLE drafter's part of a prefill, delay no token.
+`take_draft_token_ids` (the next trees). vLLM drafts before a step's tokens are sent; here they do
+not wait for drafting, nor for an EAGLE drafter's part of a prefill.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class MedusaModelRunner(CPUModelRunner):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         """As in vLLM; also assigns a slot to each running request."""
-        self._draft_deferred()  # if nobody asked for the drafts
         result = super()._update_states(scheduler_output)
         for req_id in (
             *scheduler_output.finished_req_ids,
@@ -152,11 +151,6 @@ class MedusaModelRunner(CPUModelRunner):
         tokens = [list(own) for own in sampled_token_ids]  # the scheduler may shorten them
         self._drafting = functools.partial(self._propose, scheduler_output, tokens, *args, **kwargs)
         return [[] for _ in self.input_batch.req_ids]
-
-    def _draft_deferred(self) -> None:
-        drafting, self._drafting = self._drafting, None
-        if drafting is not None:
-            drafting()
 
     def _propose(
         self,
@@ -267,7 +261,9 @@ class MedusaModelRunner(CPUModelRunner):
     @torch.inference_mode()
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Draft for the scheduler; None: no drafts were requested."""
-        self._draft_deferred()
+        drafting, self._drafting = self._drafting, None
+        if drafting is not None:
+            drafting()
         drafted = super().take_draft_token_ids() is not None and self._drafts.req_ids
         return self._drafts if drafted else None
 
