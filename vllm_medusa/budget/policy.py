@@ -13,28 +13,25 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_medusa.budget.cost import Floats, StepCost
-from vllm_medusa.budget.expected_acceptance import RANGE_ENDS, Drafted, ExpectedAcceptance
+from vllm_medusa.budget.expected_acceptance import Drafted, ExpectedAcceptance
+from vllm_medusa.budget.measured_speed import MeasuredSpeed
+from vllm_medusa.budget.plan import Plan, Planner
 
 START, STOP = 1.06, 1.02  # expected speed against plain steps at which drafting begins and ends
-FORCED_PAY = 1.5  # min expected speed for drafts without heads, whose search takes time
 _PLAN_MS = 250.0  # how long a plan is reused, in step time
 _TRIAL_STEPS = 3
 _TRIAL_SHARE = 0.003  # max share of time lost to trials, as estimated
 _MAX_SAVED = 2.0  # max savings, in trials of the most expensive kind
 _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # offsets from the best size to sizes to try
-_MEASURED_STEPS, _MIN_SPEED = 128, 0.97  # window, and speed below which drafting stops
 _LEARN_MS = 100.0  # interval of updates of costs and acceptance, and of decisions at rest
 _LEARN_STEPS = 64  # steps after start-up or a change, all used for updates
 _PROMPT_KEEP = 0.9  # decay of the time of a prompt's rows, per step with a prefill
-_PAUSE_MS = (4e3, 60e3)  # after drafts proved slower, doubling
 
 
 class FixedBudget:
@@ -52,73 +49,6 @@ class FixedBudget:
     ) -> list[int]:
         """How many of each request's drafts to verify: all, or the likeliest if room is short."""
         return best([draft.survival for draft in drafts], room)
-
-
-class MeasuredSpeed:
-    """Speed of recent steps with drafts relative to plain ones, and the pause if it is too low.
-
-    Attributes:
-        steps: measured.
-        paused_until: ms of all steps; drafts pause before.
-        failed_ratio: the speed that led to the last pause.
-
-    """
-
-    def __init__(self) -> None:
-        self._pause, self.paused_until, self.failed_ratio = _PAUSE_MS[0], 0.0, 1.0
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a new measurement."""
-        self._took = self._plain = 0.0  # ms of the steps; of plain ones for as many tokens
-        self.steps = 0
-
-    def add(self, took: float, plain: float) -> None:
-        """Record a step, and the time of plain steps for as many tokens."""
-        keep = 1.0 - 1.0 / _MEASURED_STEPS
-        self._took = keep * self._took + took
-        self._plain = keep * self._plain + plain
-        self.steps += 1
-
-    def failed(self, now: float) -> bool:
-        """Whether drafts proved slower, whatever was expected; a pause then begins."""
-        failed = self.steps > _MEASURED_STEPS / 2 and self._plain < _MIN_SPEED * self._took
-        if failed:
-            self.paused_until, self.failed_ratio = now + self._pause, self._plain / self._took
-            self._pause = min(2 * self._pause, _PAUSE_MS[1])
-            self.restart()
-        elif self.steps > 4 * _MEASURED_STEPS:
-            self._pause = _PAUSE_MS[0]
-        return failed
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Expected values for a batch with and without heads.
-
-    Attributes:
-        requests: of the batch.
-        room: max draft nodes.
-        limit: the best limit with heads, above 0; 0: no room for drafts.
-        ratio: speed with heads relative to the best without.
-        rate: tokens per millisecond with heads.
-        rate_without: the same without: plain steps, or steps that verify copies.
-        heads: time of a step with these heads relative to one without.
-        forced_pay: whether to search for copies and tokens forced by a grammar.
-        arms: [n, 4] all alternatives: limit, nodes, tokens per millisecond and time
-            of a step; the first drafts nothing.
-
-    """
-
-    requests: int
-    room: int
-    limit: int
-    ratio: float
-    rate: float
-    rate_without: float
-    heads: float
-    forced_pay: bool
-    arms: Floats
 
 
 class AutoBudget:
@@ -152,10 +82,9 @@ class AutoBudget:
 
         """
         self.cost, self.acceptance = cost, acceptance
-        self.max_drafts, self.top_limit, self.even = max_drafts, top_limit, even
-        highest = max_drafts if even else min(top_limit, max_drafts)
-        ends = [n for n in RANGE_ENDS if n < highest]
-        self.limits = [*ends, max_drafts] if top_limit or even else []
+        self.max_drafts, self.even = max_drafts, even
+        self.planner = Planner(cost, acceptance, max_drafts, top_limit, even=even)
+        self.limits = self.planner.limits
         self.drafting = False
         self.trials = 0
         self.turn = 0  # of the alternatives, to try them in turn
@@ -252,7 +181,7 @@ class AutoBudget:
         if self._copies_pause and not self.drafting:
             return 0
         plan = self.plan(requests, room)
-        limit = self.work(plan.limit) if self.drafting else 0
+        limit = self.planner.work(plan.limit) if self.drafting else 0
         rate = max(plan.rate if self.drafting else 0.0, plan.rate_without)
         version = self.cost.steps if self._learned_steps < _LEARN_STEPS else self._planned_at
         row_ms = self._prompt_ms if prefill else None
@@ -270,13 +199,9 @@ class AutoBudget:
     def pays_beside_prefill(self, limit: int, requests: int) -> bool:
         """Whether to verify every request's best ``limit`` nodes in a step with a prefill."""
         nodes = limit * requests
-        gain = requests * self.acceptance.even_gain(self._known(limit))
+        gain = requests * self.planner.even_gain(limit)
         ms = float(self.cost.trees_ms(nodes)) + self._prompt_ms * nodes
         return gain > ms * self.plan(requests, nodes).rate
-
-    def work(self, limits: Any) -> Any:
-        """Limits that determine the time of drafting: above `top_limit` it is the same."""
-        return np.minimum(limits, self.top_limit)
 
     def observe(
         self, rows: int, requests: int, limit: int, ms: float, tokens: float = 0.0
@@ -296,7 +221,7 @@ class AutoBudget:
         ):
             self._at_rest = None
             surprises = self.cost.surprises
-            expected = self.cost.observe(rows, requests, int(self.work(limit)), ms)
+            expected = self.cost.observe(rows, requests, int(self.planner.work(limit)), ms)
             same = surprises == self.cost.surprises
             self._learned_steps = 1 + self._learned_steps if same else 0
             if not self._learned_steps:
@@ -327,7 +252,7 @@ class AutoBudget:
         if prompt_rows < 1 or not 0 < ms < 1e6:
             return
         if self.cost.steps:
-            rest = self.cost.ms(requests + nodes, requests, self.work(limit))
+            rest = self.cost.ms(requests + nodes, requests, self.planner.work(limit))
             ms = max(ms - float(rest), 0.0)
         self._prompts *= _PROMPT_KEEP
         self._prompts += ms, prompt_rows
@@ -360,50 +285,9 @@ class AutoBudget:
             or 8 * abs(plan.requests - requests) > requests
             or (plan.room != room and min(plan.room, room) < requests)
         ):
-            plan = self._plan = self._compare(requests, room)
+            plan = self._plan = self.planner.plan(requests, room, copies=not self._copies_pause)
             self._planned_at = self._now
         return plan
-
-    def _compare(self, requests: int, room: int) -> Plan:
-        limits, nodes, gain = self._choices(requests, room)
-        ms = self.cost.ms(requests + nodes, requests, self.work(limits))
-        rates = (requests + requests * gain) / ms
-        without = limits == 0
-        alone = float(rates[0] if self._copies_pause else rates[without].max())
-        limit, rate, heads = 0, alone, 1.0
-        if not without.all():
-            place = int(np.where(without, 0.0, rates).argmax())
-            limit, rate = int(limits[place]), float(rates[place])
-            heads = float(self.cost.ms(requests, requests, self.work(limit)) / ms[0])
-        forced_pay = alone > FORCED_PAY * float(rates[0])
-        arms = np.stack([limits, nodes, rates, ms], 1)
-        return Plan(requests, room, limit, rate / alone, rate, alone, heads, forced_pay, arms)
-
-    def _choices(
-        self, requests: int, room: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats]:
-        """Limits, total nodes and accepted tokens per request: [n] each; first: no drafts."""
-        limits, nodes, gains = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], [np.zeros(1)]
-        copies = self.acceptance.copies
-        powers = np.round(2.0 ** np.arange(0, np.log2(max(room, 1)) + 0.01, 0.5))
-        sizes = np.unique(np.append(powers, room)).astype(np.int64)
-        sizes = sizes[(sizes > 0) & (sizes <= room)]
-        for limit in self.limits if self.even else (0, *self.limits):
-            if self.even:
-                some = np.array([requests * limit] if requests * limit <= room else [], np.int64)
-                gain = np.full(len(some), self.acceptance.even_gain(self._known(limit)))
-            else:
-                reach = room if copies else requests * limit
-                some = sizes[sizes <= reach]
-                gain = self.acceptance.gain(some / requests, self._known(limit))
-            limits.append(np.full(len(some), limit))
-            nodes.append(some)
-            gains.append(gain)
-        return np.concatenate(limits), np.concatenate(nodes), np.concatenate(gains)
-
-    def _known(self, limit: int) -> Any:
-        """Convert a limit for `ExpectedAcceptance`."""
-        return limit if limit < self.max_drafts else None
 
     def _decide(self, plan: Plan, full: float) -> None:
         """Start or stop drafting."""

@@ -71,7 +71,7 @@ class _Script(AutoBudget):
 
     def observe(self, rows: int, requests: int, limit: int, ms: float, tokens: float = 0.0) -> None:
         if self.learns:
-            self.cost.observe(rows, requests, int(self.work(limit)), ms)
+            self.cost.observe(rows, requests, int(self.planner.work(limit)), ms)
 
 
 class _Practice(TreeScheduler):
@@ -83,7 +83,7 @@ class _Practice(TreeScheduler):
         known = super().new_policy()
         assert isinstance(known, AutoBudget)
         self.known_steps = known.cost.steps
-        return _Script(known.cost, ExpectedAcceptance(), self.max_drafts, known.top_limit)
+        return _Script(known.cost, ExpectedAcceptance(), self.max_drafts, known.planner.top_limit)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Use chains of arbitrary tokens as drafts if there are no heads."""
@@ -128,7 +128,7 @@ def measure_step_costs(worker: Any) -> None:
         cost.steps - known_steps,
         time.perf_counter() - begun,
         cost.ms(1, 1, 0),
-        cost.ms(8, 1, scheduler.policy.work(7)),
+        cost.ms(8, 1, scheduler.policy.planner.work(7)),
     )
     if problem := scheduler.costs.save(cost):
         compat.logger.warning("Step costs can't be stored: %s", problem)
