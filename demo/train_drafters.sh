@@ -24,7 +24,7 @@ mkdir -p "$WORK"
 train() { # KIND, more options
     local shape=(--draft-vocab 8192 --lm-heads shared)
     [[ -z $START ]] || shape=(--start-heads "$START/$1")
-    "$BIN/vllm-medusa" train "$TARGET" -i "$WORK/texts.jsonl" -o "$WORK/$1" --heads "$1" \
+    "$BIN/vllm-medusa" train "$TARGET" -i "$WORK/texts.jsonl" -o "$WORK/$1" --drafter "$1" \
         --dtype bfloat16 --cache "$WORK/states" --epochs 1 "${shape[@]}" "${@:2}"
 }
 rate="$([[ -z $START ]] && echo 8e-4 || echo 6e-4)"

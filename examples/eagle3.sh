@@ -17,6 +17,6 @@ $medusa distill "$target" --prompts "$prompts" --output "$out/records.jsonl" \
     --engine-args '{"enforce_eager": true}'
 
 $medusa train "$target" --data "$out/records.jsonl" --heldout-share 0.1 --output "$out/drafter" \
-    --heads eagle3 --num-heads 4 --epochs 4
+    --drafter eagle3 --num-heads 4 --epochs 4
 
 $medusa inspect "$out/drafter" --target "$target"

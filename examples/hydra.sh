@@ -17,7 +17,7 @@ $medusa distill "$target" --prompts "$prompts" --output "$out/records.jsonl" \
     --engine-args '{"enforce_eager": true}'
 
 $medusa train "$target" --data "$out/records.jsonl" --heldout-share 0.1 --output "$out/heads" \
-    --heads hydra --num-heads 4 --epochs 4
+    --num-heads 4 --epochs 4
 
 $medusa calibrate "$target" "$out/heads" -i "$out/heads/training/heldout.jsonl"
 $medusa tree "$out/heads" -n 15

@@ -22,16 +22,6 @@ from vllm_medusa.training.options import (
 _MIN_VOCABULARY = 16  # tokens; about the number of choices per head
 
 
-class DrafterOptions(HeadOptions):
-    """The head options of `train`, where the kind is called ``--heads``."""
-
-    kind: Literal["medusa", "hydra", "eagle3"] = option(
-        "independent heads, sequentially dependent heads, or a drafter with a decoder layer",
-        "--drafter",
-        default="hydra",
-    )
-
-
 class AdaptOptions(EngineOptions, PromptFile):
     """Options of `vllm_medusa.adapt.pipeline.adapt` and of `vllm-medusa adapt`."""
 
@@ -61,7 +51,7 @@ class AdaptOptions(EngineOptions, PromptFile):
         "medusa-1: the target stays as it is; medusa-2: it is trained with --drafter medusa",
         default="medusa-1",
     )
-    heads: DrafterOptions = group("drafter", factory=DrafterOptions)
+    heads: HeadOptions = group("drafter", factory=HeadOptions)
     training: StepOptions = group("training; the seed applies to all stages", factory=StepOptions)
     cache: CacheOptions = group("medusa-1: hidden states of the target", factory=CacheOptions)
     joint: JointOptions = group("medusa-2: the joint stage", factory=JointOptions)

@@ -237,7 +237,7 @@ def _refuse_other_drafters(files: CheckpointFiles) -> None:
     if prefix := [name for name in files.files if "prefix_embed" in name]:
         raise HeadsError(
             f"{files.label} has {prefix[0]!r}: Hydra++'s prefix attention, which is not supported. "
-            "Use heads of the MLP variant, or train heads: vllm-medusa train --heads hydra"
+            "Use heads of the MLP variant, or train heads: vllm-medusa train"
         )
 
 

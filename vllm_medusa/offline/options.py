@@ -128,7 +128,7 @@ class PromptJob(EngineOptions, Speculation, PromptFile):
 class GenerateOptions(PromptJob):
     """Options of `vllm_medusa.offline.generate.generate` and of `vllm-medusa generate`."""
 
-    temperature: AtLeastZero = option(default=0.0)
+    temperature: AtLeastZero = option("sampling temperature; 0: greedy", default=0.0)
     seed: Seed | None = option("seed of prompt i is SEED + i", default=None)
 
     def sampling(self) -> Sampling:
@@ -205,7 +205,7 @@ class CompareOptions(EngineOptions):
         default=(4, 8, 16, 32),
         metavar="N",
     )
-    temperature: AtLeastZero = option(default=0.0)
+    temperature: AtLeastZero = option("sampling temperature; 0: greedy", default=0.0)
     max_tokens: Positive = option("max tokens per answer", default=128)
     seed: Seed = option("seed of prompt i is SEED + i", default=0)
     batch: Positive = option("number of concurrent prompts", default=1)

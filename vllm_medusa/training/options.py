@@ -21,7 +21,6 @@ from vllm_medusa.options import (
     Seed,
     Share,
     command_line,
-    described,
     group,
     option,
 )
@@ -69,8 +68,8 @@ class HeadOptions(Options):
     kind: Literal["medusa", "hydra", "eagle3"] = option(
         "medusa: independent heads; hydra: heads that depend on preceding draft tokens; eagle3: "
         "a drafter with a decoder layer, in vLLM's eagle3 format",
-        "--heads",
-        default="medusa",
+        "--drafter",
+        default="hydra",
     )
     num_heads: Positive = option("heads; for eagle3, tokens ahead in training", default=5)
     num_layers: Positive = option("residual layers per head", default=1)
@@ -107,11 +106,6 @@ class HeadOptions(Options):
     def own_lm_heads(self) -> bool:
         """Whether new heads train LM heads of their own."""
         return (self.lm_heads or ("own" if self.kind == "eagle3" else "shared")) == "own"
-
-    @property
-    def kind_flag(self) -> str:
-        """The flag of ``kind``."""
-        return next(each.flag for each in described(type(self)) if each.name == "kind")
 
     def check(self) -> None:
         """See `Options.check`."""
@@ -245,7 +239,7 @@ class TrainOptions(Options):
         if kind != "medusa" and self.method != "medusa-1":
             raise ValueError(
                 f"--method {self.method} trains the target with Medusa heads, not with {kind}. Add "
-                f"{heads.kind_flag} medusa, or omit the method."
+                "--drafter medusa, or omit the method."
             )
         if kind == "eagle3" and heads.num_layers != 1:
             raise ValueError(
@@ -255,13 +249,13 @@ class TrainOptions(Options):
         if heads.aux_layers and kind != "eagle3":
             raise ValueError(
                 f"--aux-layers {' '.join(map(str, heads.aux_layers))} is for EAGLE-3, not for "
-                f"{kind}. Add {heads.kind_flag} eagle3, or omit the option."
+                f"{kind}. Add --drafter eagle3, or omit the option."
             )
         if self.method == "medusa-1":
             if joint := command_line(self.joint):
                 raise ValueError(
                     f"{joint[0]} is an option of --method medusa-2; the method is medusa-1. Add "
-                    f"--method medusa-2 {heads.kind_flag} medusa, or omit the option."
+                    "--method medusa-2 --drafter medusa, or omit the option."
                 )
             return
         if self.files.heldout is None and not self.files.heldout_share:

@@ -11,10 +11,11 @@ from support.assets import ASSETS
 
 from vllm_medusa import cli
 from vllm_medusa.adapt import pipeline, plan
-from vllm_medusa.adapt.options import AdaptOptions, DrafterOptions
+from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.adapt.plan import Work
 from vllm_medusa.offline import defaults
 from vllm_medusa.offline.defaults import Length, TargetSizes
+from vllm_medusa.training.options import HeadOptions
 
 TARGET = ASSETS / "target"
 
@@ -216,9 +217,9 @@ def test_states_are_cached_for_generated_tokens_up_to_the_limit() -> None:
 
     files, states = disk(136_002)
     assert states == 136_002 * 576 * 2
-    own = disk(136_002, heads=DrafterOptions(lm_heads="own"))[0]
+    own = disk(136_002, heads=HeadOptions(lm_heads="own"))[0]
     assert files < 0.3e9 < 3e9 < own < 6e9  # the target's LM head is not copied
-    prompts_and_more_layers = disk(136_002, heads=DrafterOptions(kind="eagle3"))[1]
+    prompts_and_more_layers = disk(136_002, heads=HeadOptions(kind="eagle3"))[1]
     assert prompts_and_more_layers == 204_002 * 4 * 576 * 2
     assert disk(10**9)[1] == 50e9
 
@@ -235,7 +236,7 @@ def test_a_faster_machine_takes_less_but_measures_as_long(monkeypatch: pytest.Mo
     assert slow["train"] == 2 * fast["train"]
     assert slow["distill"] > fast["distill"] > slow["distill"] / 2  # start-up takes constant time
     assert slow["compare"] == fast["compare"] == pytest.approx(380)
-    medusa = DrafterOptions(kind="medusa")
+    medusa = HeadOptions(kind="medusa")
     joint = seconds(1e10, method="medusa-2", heads=medusa)
     assert joint["train"] > seconds(1e10, heads=medusa)["train"]
     monkeypatch.undo()

@@ -12,7 +12,7 @@ import torch
 from support.commands import RecordingProgress
 
 from vllm_medusa.adapt import pipeline, plan, report, stages
-from vllm_medusa.adapt.options import AdaptOptions, DrafterOptions
+from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.adapt.pipeline import FILES, split_texts, stages_of
 from vllm_medusa.adapt.plan import Plan, written_by_adapt
 from vllm_medusa.adapt.stages import WorkFolder
@@ -22,11 +22,11 @@ from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import JobFailed
 from vllm_medusa.offline.defaults import EnginePlan
 from vllm_medusa.offline.records import Record, load_records
-from vllm_medusa.training.options import StepOptions, TextFiles
+from vllm_medusa.training.options import HeadOptions, StepOptions, TextFiles
 from vllm_medusa.training.train import Trained
 
 TREE = [[0], [1], [0, 0], [2]]
-MEDUSA = DrafterOptions(kind="medusa")
+MEDUSA = HeadOptions(kind="medusa")
 
 
 def records(count: int) -> str:
@@ -189,7 +189,7 @@ def test_later_stages_use_earlier_results(adapt):
 
 @pytest.mark.parametrize(("drafter", "stages"), [("hydra", ALL), ("eagle3", [*ALL[:4], ALL[6]])])
 def test_a_drafter_of_another_kind(adapt, drafter, stages):
-    folders = adapt.run(heads=DrafterOptions(kind=drafter), publish=True)
+    folders = adapt.run(heads=HeadOptions(kind=drafter), publish=True)
     assert list(folders) == stages
     assert adapt.received["check"]["drafter"] == adapt.received["train"].heads.kind == drafter
     page = (adapt.folder / "heads" / "report.md").read_text()

@@ -117,7 +117,7 @@ def test_a_run_killed_while_caching_and_training_ends_the_same(data, trained, tm
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_training_continues_from_heads(data, tmp_path, kind, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
-    shape = ("--heads", kind, "--epochs", "1")
+    shape = ("--drafter", kind, "--epochs", "1")
     assert run(*arguments(data, first, *shape, "--draft-vocab", "300")) == 0
     more = ("--start-heads", str(first))
     assert run(*arguments(data, second, *shape, *more, "--learning-rate", "1e-12")) == 0
@@ -235,8 +235,9 @@ def test_inputs_in_the_output_are_refused(data, tmp_path, capsys):
     (tmp_path / "link").symlink_to(output)
     before = sorted(output.rglob("*"))
     inside = str(output / "training/heldout.jsonl")
+    joint = ("--drafter", "medusa", "--method", "medusa-2")
     for source, file, more, reason in (
-        (target, records, ("--method", "medusa-2", "--start-heads", str(output)), "--start-heads"),
+        (target, records, (*joint, "--start-heads", str(output)), "--start-heads"),
         (target, records, ("--heldout", inside), "--heldout"),
         (target, tmp_path / "link/mine.jsonl", ("--overwrite",), "--data"),
         (str(output / "target"), records, (), "the target"),
@@ -265,7 +266,7 @@ def test_errors_of_other_processes_are_reported(data, tmp_path, monkeypatch, cap
 def test_a_draft_vocabulary_is_chosen_for_a_large_one(data, tmp_path, capsys, monkeypatch):
     for name, value in (("LARGEST", 300), ("SMALLEST", 64), ("MULTIPLE", 64)):  # of 512 tokens
         monkeypatch.setattr(draft_vocab, name, value)
-    quick = ("--num-heads", "1", "--epochs", "1", "--heads", "hydra")
+    quick = ("--num-heads", "1", "--epochs", "1", "--drafter", "hydra")
     assert run(*arguments(data, tmp_path / "few", *quick)) == 0
     assert "draft vocabulary: 300 of 512 tokens" in said(capsys)
     tensors = load_file(tmp_path / "few" / "model.safetensors")

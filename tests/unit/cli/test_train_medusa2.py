@@ -51,7 +51,7 @@ def data(tmp_path_factory):
 
 
 def train(source: str, data: Path, output: Path, *more: str) -> int:
-    command = ["train", source, "--method", "medusa-2", "--data", data]
+    command = ["train", source, "--method", "medusa-2", "--drafter", "medusa", "--data", data]
     return run(*command, "--output", output, "--heldout-share", "0.2", *OPTIONS, *more)
 
 

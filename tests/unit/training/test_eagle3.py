@@ -234,7 +234,7 @@ def test_training_continues_from_a_drafter(target, records, trained, tmp_path):
     assert about[1]["provenance"][0] == about[0]["provenance"][0]
     assert len(about[1]["provenance"]) == 2
     for shape, reason in (
-        ({"kind": "medusa"}, "--heads is medusa, but .* has eagle3"),
+        ({"kind": "medusa"}, "--drafter is medusa, but .* has eagle3"),
         ({"kind": "eagle3", "aux_layers": (0, 1, 3)}, r"--aux-layers is \(0, 1, 3\), but .* has"),
     ):
         other = replace(base.files, output=tmp_path / "refused")
@@ -328,7 +328,7 @@ def test_a_shared_lm_head_is_not_trained(target, records, trained, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"method": "medusa-2"}, "not with eagle3. Add --heads medusa"),
+        ({"method": "medusa-2"}, "not with eagle3. Add --drafter medusa"),
         ({"heads": {"num_layers": 2}}, "--num-layers 2 is for Medusa and Hydra"),
         ({"heads": {"kind": "hydra", "aux_layers": (1, 2, 3)}}, "for EAGLE-3, not for"),
     ],

@@ -68,7 +68,7 @@ def looped(
     run.work.mkdir(exist_ok=True)
     size = min(PIECE_ROWS, settings.batch_tokens or PIECE_ROWS)
     train = cut(target, records, size, 1 << 30 if cached else 0)
-    heads = heads or new_heads(target, HeadOptions(num_heads=K))
+    heads = heads or new_heads(target, HeadOptions(kind="medusa", num_heads=K))
     setup = train, cut(target, records, 32), settings, Workers("cpu")
     return Loop(Medusa1(target, heads, *setup), Stage(run))
 
@@ -190,7 +190,9 @@ def test_untrained_heads_give_the_targets_own_logits(lm_heads, architecture, tmp
     target = Target.load(save_model(tmp_path, architecture, head_dim=None, **options))
     token_map = torch.tensor([4, 9, 300])
     for rows in (None, token_map):
-        heads = new_heads(target, HeadOptions(num_heads=2, num_layers=2, lm_heads=lm_heads), rows)
+        heads = new_heads(
+            target, HeadOptions(kind="medusa", num_heads=2, num_layers=2, lm_heads=lm_heads), rows
+        )
         states = torch.randn(5, 64)
         wanted = target.lm_head(states)
         wanted = wanted if rows is None else wanted[:, rows]
@@ -199,7 +201,9 @@ def test_untrained_heads_give_the_targets_own_logits(lm_heads, architecture, tmp
 
 
 def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, trained):
-    heads = new_heads(target, HeadOptions(num_heads=K, lm_heads="own"), seen_tokens(records))
+    heads = new_heads(
+        target, HeadOptions(kind="medusa", num_heads=K, lm_heads="own"), seen_tokens(records)
+    )
     first = heads.lm_head_weight.detach().clone()
     made, losses = trained(heads=heads)
     assert losses[-1] < 0.8 * losses[0]
@@ -211,7 +215,7 @@ def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, trained)
 def test_soft_labels_of_a_small_vocabulary_use_the_full_one(target, records, tmp_path):
     seen = seen_tokens(records)
     warm = [replace(record, temperature=0.7) for record in records]
-    heads = new_heads(target, HeadOptions(num_heads=K), seen)
+    heads = new_heads(target, HeadOptions(kind="medusa", num_heads=K), seen)
     with TrainingRun(tmp_path / "soft", {}) as run:
         method = looped(target, warm, run, replace(SHORT, labels="soft"), heads=heads).method
     first = [p for p in method.data.pieces if p.start < len(warm[0].token_ids)]
