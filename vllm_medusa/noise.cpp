@@ -2,7 +2,11 @@
 
 namespace {
 
-inline uint64_t mixed(uint64_t z) {  // SplitMix64's finalizer
+typedef int64_t Longs __attribute__((vector_size(8 * W)));
+typedef uint64_t Hashes __attribute__((vector_size(8 * W)));
+typedef double Doubles __attribute__((vector_size(8 * W)));
+
+template <class T> T mixed(T z) {  // SplitMix64's finalizer
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
   return z ^ (z >> 31);
@@ -20,14 +24,14 @@ void noise_of(uint64_t seed, const int64_t* ids, int64_t count, float* out) {
   const uint64_t base = mixed(seed);
   for (int64_t i = 0; i < count; i += W) {
     const int64_t lanes = std::min(int64_t(W), count - i);
-    float u[W] = {}, v[W] = {}, found[W];
-    for (int64_t k = 0; k < lanes; k++) {
-      const int64_t bits = mixed(base + uint64_t(ids[i + k] + 1) * 0x9e3779b97f4a7c15u) >> 11;
-      u[k] = (bits + 0.5) * UNIT;
-      v[k] = ((1ll << 53) - bits - 0.5) * UNIT;
-    }
-    store(found, gumbel(load(u), load(v)));
-    std::copy_n(found, lanes, out + i);
+    Hashes own = {};
+    std::memcpy(&own, ids + i, lanes * sizeof(*ids));
+    const Longs bits = (Longs)(mixed(base + (own + 1) * 0x9e3779b97f4a7c15u) >> 11);
+    const Doubles u = (__builtin_convertvector(bits, Doubles) + 0.5) * UNIT;
+    const Doubles v = (__builtin_convertvector((1ll << 53) - bits, Doubles) - 0.5) * UNIT;
+    const Floats found =
+        gumbel(__builtin_convertvector(u, Floats), __builtin_convertvector(v, Floats));
+    std::memcpy(out + i, &found, lanes * sizeof(*out));
   }
 }
 

@@ -43,8 +43,8 @@ DRAFTER = "vllm_medusa.integration.medusa_drafter.MedusaDrafter"
 V1_WORKER = "vllm_medusa.integration.v1.worker.MedusaCPUWorker"
 V2_WORKER = "vllm_medusa.integration.v2.worker.MedusaWorker"
 SCHEDULER = "vllm_medusa.integration.scheduler.TreeScheduler"
-ASYNC_SCHEDULER = "vllm_medusa.integration.scheduler.TreeAsyncScheduler"
-EITHER_SCHEDULER = "vllm_medusa.integration.scheduler.tree_scheduler"
+ASYNC_SCHEDULER = "vllm_medusa.integration.async_scheduler.TreeAsyncScheduler"
+EITHER_SCHEDULER = "vllm_medusa.integration.async_scheduler.tree_scheduler"
 _SECONDS_TO_COMPARE = 1.0  # max time at start-up to read samples of the target's weights
 
 

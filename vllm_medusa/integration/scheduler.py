@@ -3,27 +3,19 @@
 The number of nodes to verify, and for which requests, is decided here, once for all ranks, when
 the drafts of a step have arrived and before the next step is scheduled. Truncated trees are
 prefixes, so a request's share is just a number. Whether the heads run is decided one step earlier,
-with the number of draft tokens that vLLM's scheduler sends with every step.
-
-If vLLM schedules a step ahead, drafts stay on the device and can't be reduced to the best ones:
-every request that decodes gets the same number, which is fixed when the step that drafts them is
-scheduled. Their survivals arrive with the output of the step that verified them.
+with the number of draft tokens that vLLM's scheduler sends with every step. `async_scheduler` has
+the case where vLLM schedules a step ahead.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from vllm import envs
-from vllm.platforms import current_platform
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
@@ -36,14 +28,14 @@ from vllm_medusa.budget.policy import AutoBudget, FixedBudget
 from vllm_medusa.budget.store import CostStore
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.clock import PipelinedClock, Step, StepClock
+from vllm_medusa.integration.cost_key import cost_key
 from vllm_medusa.integration.draft_messages import Draft
 from vllm_medusa.integration.grammar_drafts import GrammarDrafts
 from vllm_medusa.integration.metrics import StepReport
-from vllm_medusa.integration.options import TreeSettings, absolute
+from vllm_medusa.integration.options import TreeSettings
 from vllm_medusa.integration.requests import request_config
-from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.tree.draft_trees import FROM_LOOKUP
-from vllm_medusa.tree.dynamic import Beam, DynamicTree
+from vllm_medusa.tree.dynamic import DynamicTree
 
 _SAVE_SECONDS, _SAVE_IDLE_SECONDS = 60.0, 10.0  # an engine may end without notice
 _SAVE_STEPS = 50  # min new steps to write
@@ -415,92 +407,6 @@ class TreeScheduler(Scheduler):
                 seen.append((draft, nodes, accepted))
         if seen and isinstance(self.policy, AutoBudget):
             self.policy.observe_drafts(*zip(*seen, strict=True))
-
-
-class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
-    """`TreeScheduler` for async scheduling: vLLM schedules a step ahead."""
-
-    ahead = True
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: Any
-    ) -> Any:
-        """Record the survivals of the step's drafts, which arrive with its output."""
-        received: Any = getattr(model_runner_output, "tree_survival", None) or ([], [])
-        names, log_survival = received
-        copies = getattr(model_runner_output, "tree_copies", None)
-        for place, name in enumerate(names):
-            request, row = self.requests.get(name), log_survival[place]
-            if request is None:
-                continue
-            draft = self.pending[name] = self._draft_of(name) or Draft([], request=request)
-            draft.survival = np.exp(row[np.isfinite(row)]).tolist()  # of a prefix
-            draft.limit = self._limit_of_last
-            if copies is not None:
-                tokens, sources = (part[place, : len(draft.survival)].tolist() for part in copies)
-                draft.token_ids, draft.copied = tokens, sources
-        return super().update_from_output(scheduler_output, model_runner_output)
-
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_after_schedule(scheduler_output)
-        if self.policy is not None:
-            count = self._even_count() if scheduler_output.num_scheduled_tokens else 0
-            scheduler_output.num_spec_tokens_to_schedule = count
-        self._report.chosen = 0
-        for req_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests[req_id]
-            if request.is_prefill_chunk:
-                continue
-            if self.policy is not None:
-                # otherwise the next step gives it at most one token
-                useful = request.max_tokens - request.num_output_tokens > 2
-                request.spec_token_ids = [-1] * (count if useful else 0)
-            if (own := max_draft_tokens(request)) is not None:
-                request.spec_token_ids = request.spec_token_ids[:own]
-            self._report.chosen += len(request.spec_token_ids)
-
-    def _even_count(self) -> int:
-        """Number of drafts per running request in the next step."""
-        assert self.policy is not None
-        requests = len(self.running)
-        room, prefill = self._room()
-        maximum = min(self.max_drafts, room // max(requests, 1), self._max_allowed())
-        if not maximum:
-            return 0
-        count = min(maximum, self.policy.limit(requests, requests * maximum))
-        if count and prefill and isinstance(self.policy, AutoBudget):
-            return count if self.policy.pays_beside_prefill(count, requests) else 0
-        return count
-
-
-def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> TreeScheduler:
-    """Create the scheduler for the engine's scheduling mode, which vLLM decides last."""
-    ahead = vllm_config.scheduler_config.async_scheduling
-    kind = TreeAsyncScheduler if ahead else TreeScheduler
-    return kind(vllm_config, *args, **kwargs)
-
-
-def cost_key(config: Any) -> dict[str, str]:
-    """Everything that step costs depend on, as far as known in advance."""
-    model, parallel = config.model_config, config.parallel_config
-    options = TreeSettings.of(config)
-    beam = getattr(options.tree, "pool", None)
-    found = {
-        "target": absolute(str(model.model)),
-        "revision": str(model.revision),
-        "heads": options.heads or "",
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "device": f"{current_platform.get_device_name()} {platform.machine()}",
-        "threads": f"{os.cpu_count()} {envs.VLLM_CPU_OMP_THREADS_BIND}",
-        "ranks": str(parallel.tensor_parallel_size),
-        "eager": str(model.enforce_eager),
-        "adapters": str(config.lora_config is not None),
-        "runner": "V2" if compat.uses_v2_runner(parallel) else "V1",
-        "vllm": installed_vllm()[1] or "",
-        **({"beam": str(beam)} if isinstance(beam, Beam) else {}),
-    }
-    return found | {"lookup": "True"} if options.lookup else found
 
 
 def _accepted_copies(draft: Draft, nodes: int, accepted: list[int]) -> list[int]:

@@ -260,6 +260,7 @@ bool choose(const Beam& beam, int64_t level, const std::vector<Expanded>& expand
             int64_t vocab, int64_t stride, float factor, Choices& found) {
   const int64_t count = expanded.size();
   if (beam.gumbel) {
+#pragma omp parallel for schedule(static) if (count > 1)
     for (int64_t r = 0; r < count; r++) {
       const int64_t b = expanded[r].request;
       const float scale = factor * beam.logit_scale[b], weight = beam.noise_scale[b];
