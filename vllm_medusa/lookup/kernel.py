@@ -1,10 +1,9 @@
 # mypy: allow-untyped-defs
 """Lookup in Triton: one launch to search all requests' texts, one to join their trees.
 
-One program searches one request's text, a block of positions at a time. In most blocks there is no
-match of two tokens, so a block is abandoned as soon as no position matches. One
-program joins one request's tree and chain; their nodes, at most 512, are sorted by counting
-the nodes before each. Text lengths and addresses change from step to step; neither
+One program searches one request's text, a block of positions at a time; a block is abandoned as
+soon as no position matches. One program joins one request's tree and chain; their nodes, at most
+512, are sorted by counting the nodes before each. Text lengths and addresses change from step to step; neither
 may trigger a recompilation.
 """
 

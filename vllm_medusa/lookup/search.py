@@ -30,7 +30,7 @@ from torch import Tensor
 from vllm_medusa.tree.draft_trees import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 MAX_MATCH = 32  # max tokens to compare
-MIN_MATCH = 2  # min tokens that must match
+MIN_MATCH = 1  # min tokens that must match
 _PLACES = 2048  # max number of latest positions to compare further
 
 Array = Any  # a numpy array on the host, a tensor on a device
