@@ -12,7 +12,6 @@ from vllm_medusa.lookup import lookup as lookup_module
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.search import (
     MAX_MATCH,
-    MIN_MATCH,
     continuations_numpy,
     join_numpy,
     longest_match,
@@ -30,7 +29,7 @@ def by_hand(tokens: list[int]) -> tuple[int, int]:
             tokens[place - length] == tokens[last - length]
         ):
             length += 1
-        if length >= MIN_MATCH and length >= best[0]:
+        if length and length >= best[0]:
             best = length, place + 1
     return best
 

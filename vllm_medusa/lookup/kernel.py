@@ -3,8 +3,8 @@
 
 One program searches one request's text, a block of positions at a time; a block is abandoned as
 soon as no position matches. One program joins one request's tree and chain; their nodes, at most
-512, are sorted by counting the nodes before each. Text lengths and addresses change from step to step; neither
-may trigger a recompilation.
+512, are sorted by counting the nodes before each. Text lengths and addresses change from step to
+step; neither may trigger a recompilation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_medusa.lookup.search import MAX_MATCH, MIN_MATCH
+from vllm_medusa.lookup.search import MAX_MATCH
 from vllm_medusa.tree.draft_trees import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 _BLOCK = 4096  # text positions compared at once
@@ -37,7 +37,6 @@ def continuations(
         found,
         count,
         MAX_MATCH=MAX_MATCH,
-        MIN_MATCH=MIN_MATCH,
         BLOCK=_BLOCK,
         BLOCK_C=max(16, triton.next_power_of_2(count)),
         num_warps=8,
@@ -88,7 +87,6 @@ def search_kernel(
     found_ptr,  # out, int64 [B, count]
     count,
     MAX_MATCH: tl.constexpr,
-    MIN_MATCH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -117,9 +115,7 @@ def search_kernel(
         better = best // BLOCK >= matched
         matched = tl.where(better, best // BLOCK, matched)
         start = tl.where(better, first + best % BLOCK + 1, start)
-    is_found = matched >= MIN_MATCH
-    matched = tl.where(is_found, matched, 0)
-    start = tl.where(is_found, start, 0)
+    start = tl.where(matched > 0, start, 0)
     column = tl.arange(0, BLOCK_C)
     inside = column < count
     source = start + column % tl.maximum(length - start, 1)  # wraps around at the end

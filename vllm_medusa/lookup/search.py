@@ -30,7 +30,6 @@ from torch import Tensor
 from vllm_medusa.tree.draft_trees import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 MAX_MATCH = 32  # max tokens to compare
-MIN_MATCH = 1  # min tokens that must match
 _PLACES = 2048  # max number of latest positions to compare further
 
 Array = Any  # a numpy array on the host, a tensor on a device
@@ -70,17 +69,16 @@ def continuations_numpy(
 def longest_match(tokens: np.ndarray) -> tuple[int, int]:
     """Length of the best match of the end of ``tokens`` [n >= 1], and the position after it.
 
-    (0, 0): no match. One pass over the text for each of the `MIN_MATCH` last tokens, then only over
-    candidates.
+    (0, 0): no match. One pass over the text for each of the last two tokens, then only over
+    positions where both match.
     """
     last = len(tokens) - 1
-    first = MIN_MATCH - 1  # the first position with MIN_MATCH tokens
-    same = tokens[first:last] == tokens[last]
-    for back in range(1, MIN_MATCH):
-        same &= tokens[first - back : last - back] == tokens[last - back]
-    places = np.flatnonzero(same)[-_PLACES:] + first
+    same = tokens[:last] == tokens[last]
+    both = same[1:] & (tokens[: max(last - 1, 0)] == tokens[last - 1])
+    places = np.flatnonzero(both)[-_PLACES:] + 1
     if not len(places):
-        return 0, 0
+        single = np.flatnonzero(same)
+        return (1, int(single[-1]) + 1) if len(single) else (0, 0)
     steps = np.arange(min(MAX_MATCH, last))
     ending = tokens[last - steps]
     latest = int(places[-1])
