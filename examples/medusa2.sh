@@ -11,7 +11,6 @@ target=${1:-tests/assets/target} records=${2:-.demo/medusa1/records.jsonl} out=$
 medusa=${MEDUSA:-.venv/bin/vllm-medusa}
 
 $medusa train "$target" --drafter medusa --method medusa-2 --data "$records" \
-    --heldout-share 0.1 --output "$out" \
-    --num-heads 4 --epochs 2 --lora-rank 8
+    --heldout-share 0.1 --output "$out" --num-heads 4 --epochs 2 --lora-rank 8
 
 echo "serve it: $medusa serve $out/target --speculative-model $out"

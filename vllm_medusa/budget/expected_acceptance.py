@@ -181,7 +181,7 @@ class ExpectedAcceptance:
             np.concatenate([[0.0], worth.cumsum()]),
         )
 
-    def even_gain(self, limit: int) -> float:
+    def even_gain(self, limit: int | None) -> float:
         """The same if every request has its own best ``limit`` nodes."""
         covered = range(_num_ranges(limit))
         return float((self._worth[covered].sum(1) / self._steps[covered].clip(1e-9)).sum())

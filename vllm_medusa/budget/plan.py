@@ -112,6 +112,6 @@ class Planner:
         """Limits that determine the time of drafting: above `top_limit` it is the same."""
         return np.minimum(limits, self.top_limit)
 
-    def _known(self, limit: int) -> Any:
+    def _known(self, limit: int) -> int | None:
         """Convert a limit for `ExpectedAcceptance`."""
         return limit if limit < self.max_drafts else None
