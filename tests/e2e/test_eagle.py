@@ -34,7 +34,7 @@ from vllm import LLM
 
 from vllm_medusa.integration import cpu_attention
 from vllm_medusa.integration.eagle_trees import EagleTrees, PendingTokens
-from vllm_medusa.noise import Seeds
+from vllm_medusa.integration.v1.runner import MedusaModelRunner
 from vllm_medusa.proposer.eagle import MAX_ROWS
 
 pytestmark = pytest.mark.engine
@@ -75,21 +75,6 @@ def test_eagle_1(case: Case, plain: Any) -> None:
     with engine(case.target, config, block_size=32, enable_prefix_caching=True) as llm:
         one = Case(case.target, case.model, drafter, str(folder), [], [])
         assert run(one, llm, plain, every=4, some=slice(6)) > 20
-
-
-def test_shared_noise_changes_no_token(case: Case, plain: Any, monkeypatch: Patch) -> None:
-    """Runs before `llm`, too."""
-    used, gumbel = [], Seeds.gumbel
-
-    def recorded(self: Seeds, first: int, stop: int, token_ids: Any) -> Any:
-        used.extend(range(first, stop))
-        return gumbel(self, first, stop, token_ids)
-
-    monkeypatch.setattr(Seeds, "gumbel", recorded)
-    config = eagle_config(case, {"width": 3, "depth": 3}, budget=8, shared_noise=True)
-    with engine(case.target, config, block_size=32) as llm:
-        assert differing(plain, complete(llm, LONG, PARAMS)) == []
-    assert {0, 1, 2} <= set(used)
 
 
 @pytest.fixture(scope="module")
@@ -232,13 +217,22 @@ def vocabulary_ignored(patch: Patch, llm: LLM) -> None:
     choices = EagleTrees.choices
 
     def wrong(self: Any, *args: Any) -> Any:
-        patch.setattr(self, "target_ids", None)
-        return choices(self, *args)
+        with patch.context() as inner:
+            inner.setattr(self, "target_ids", None)
+            return choices(self, *args)
 
     patch.setattr(EagleTrees, "choices", wrong)
 
 
-@pytest.mark.parametrize("breaks", [entries_kept, siblings_seen, other_layers, vocabulary_ignored])
+def noise_left_out(patch: Patch, llm: LLM) -> None:
+    """Drafts for sampled tokens do not share their noise."""
+    patch.setattr(MedusaModelRunner, "_stream", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [entries_kept, siblings_seen, other_layers, vocabulary_ignored, noise_left_out],
+)
 def test_negative_controls(
     case: Case, llm: LLM, plain: Any, monkeypatch: Patch, breaks: Callable[[Patch, LLM], None]
 ) -> None:

@@ -1,6 +1,6 @@
 """Drafts that share the noise of the target's draws: more are accepted, and no token changes.
 
-Distributions of requests without a seed: `test_unseeded`. On V2 this file runs in
+Distributions of requests without a seed: `test_unseeded`. On V2 both files run in
 `test_sampling_on_v2`.
 """
 
@@ -62,22 +62,39 @@ def test_more_drafts_are_accepted(llm: LLM, plain: list[Completion], without: fl
     assert accepted(llm, plain) > 1.2 * without
 
 
-@pytest.mark.parametrize("wrong", sized(["position", "request"], ["position"]))
+@pytest.mark.parametrize("wrong", sized(["position", "request"], ["draft stream"]))
 def test_other_noise_loses_the_gain_and_no_token(
     llm: LLM, plain: list[Completion], without: float, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative controls: the next position's noise, and another request's."""
+    """Negative controls: the next position's noise, another request's, that of V2's own drafts."""
     kind: Any = Seeds
     if ON_V2:
         from vllm_medusa.integration.v2.kernel import HashedNoise as kind
     gumbel = kind.gumbel
 
-    def moved(self: Any, *args: Any) -> Any:
-        found = gumbel(self, *args)
+    def moved(self: Any, first: int, stop: int, token_ids: Any) -> Any:
+        if wrong == "draft stream":
+            salt = 1 << 30  # vllm/v1/worker/gpu/sample/gumbel.py
+            return gumbel(self, first + salt, stop + salt, token_ids)
+        found = gumbel(self, first, stop, token_ids)
         return found.roll(1, 1 if wrong == "position" and found.shape[1] > 1 else 0)
 
     monkeypatch.setattr(kind, "gumbel", moved)
     assert accepted(llm, plain) < without
+
+
+@pytest.mark.skipif(ON_V2, reason="V2's noise is a function of the position")
+def test_noise_drawn_twice_is_detected(
+    llm: LLM, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If drafting advanced a request's generator, later tokens would differ."""
+
+    def advanced(generator: torch.Generator, count: int) -> torch.Tensor:
+        return torch.randint(0, 2**31, (count,), generator=generator)
+
+    monkeypatch.setattr("vllm_medusa.integration.v1.runner.next_seeds", advanced)
+    some = slice(4)
+    assert differing(plain[some], complete(llm, PROMPTS[some], PARAMS[some])) == [0, 1, 2, 3]
 
 
 def test_requests_without_a_seed_draw_independently(llm: LLM) -> None:

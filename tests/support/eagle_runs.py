@@ -57,8 +57,7 @@ def make_case(folder: Path) -> Case:
 
 
 def eagle_config(case: Case, tree: Any, **options: Any) -> dict[str, Any]:
-    noise = {"shared_noise": False}  # confidences are then the drafter's own
-    return {"method": "eagle3", "model": case.folder, "tree": tree, **noise, **options}
+    return {"method": "eagle3", "model": case.folder, "tree": tree, **options}
 
 
 # Shared prefixes for the prefix cache, and prompts longer than a step.

@@ -14,8 +14,10 @@ from torch import Tensor
 from support.after_drafting import Drafted, after_drafting
 from support.attention import gather_tokens
 from support.eagle import Eagle3
+from support.runner import ON_V2
 from vllm_medusa.integration import eagle_trees
 from vllm_medusa.integration.eagle_trees import EagleTrees
+from vllm_medusa.noise import Noise, Seeds, Stream
 from vllm_medusa.proposer.choices import Choices
 
 
@@ -28,7 +30,27 @@ class Grown:
     levels: list[tuple[Tensor, Tensor, Choices]] = field(default_factory=list)
     keys: Tensor | None = None  # exact entries and scratch [T, heads, D]
     values: Tensor | None = None
-    tokens: list[int] = field(default_factory=list)  # all tokens of the request
+    request: Drafted | None = None
+
+    def with_noise(self, logits: Tensor, level: int, token_ids: Tensor) -> Tensor:
+        """Logits [V_draft] at a level, with the noise of the request's seed at that position."""
+        assert self.request is not None
+        params, count = self.request.params, len(self.request.output)
+        if not params.temperature:
+            return logits
+        temperature = torch.tensor([params.temperature])
+        if ON_V2:
+            from vllm_medusa.integration.v2.kernel import HashedNoise
+
+            last = len(self.request.prompt) + count - 1
+            seed, slot, place = (torch.tensor([value]) for value in (params.seed, 0, last))
+            stream: Stream = HashedNoise(seed, slot, place, temperature)
+        else:  # one draw for each token
+            generator = torch.Generator().manual_seed(params.seed)
+            draws = torch.randint(0, 2**31, (1, count + level + 1), generator=generator)
+            stream = Seeds(draws[:, count:], temperature)
+        noise = Noise(stream, token_ids).at(level, level + 1)
+        return noise.scores(logits[None, None])[0, 0]
 
 
 @contextmanager
@@ -67,7 +89,7 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
 
     def noting(request: Drafted) -> None:
         if latest and request.row == latest[0].row:
-            latest.pop().tokens = [*request.prompt, *request.output]
+            latest.pop().request = request
 
     with pytest.MonkeyPatch.context() as patch, after_drafting(noting):
         patch.setattr(EagleTrees, "draft", growing)
@@ -95,7 +117,9 @@ def cached(layer: Any, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 def assert_dense(grown: Grown, drafter: Eagle3, model: Any) -> int:
     """All drafts, keys and values of the request equal those of dense forward passes."""
-    tokens, end, row = torch.tensor(grown.tokens), grown.end, grown.row
+    assert grown.request is not None
+    tokens = torch.tensor([*grown.request.prompt, *grown.request.output])
+    end, row = grown.end, grown.row
     assert len(tokens) == end + 1
     features = drafter.features(model, tokens[None, :end])[0]
     assert grown.keys is not None and grown.values is not None
@@ -108,6 +132,7 @@ def assert_dense(grown: Grown, drafter: Eagle3, model: Any) -> int:
             paths = [[*paths[parent], token] for token, parent in pairs]
         for place, path in enumerate(paths):
             logits, (keys, values) = drafter.dense(tokens[1:], features, path)
+            logits = grown.with_noise(logits, level, drafter.target_ids)
             wanted = logits.log_softmax(-1).topk(choices.token_ids.shape[2])
             found = choices.log_confidence[row, place]
             torch.testing.assert_close(found, wanted.values, atol=2e-3, rtol=1e-3)

@@ -194,5 +194,4 @@ def save_random(folder: Path, kind: Kind) -> str:
 
 
 def mtp_config(tree: Any, **options: Any) -> dict[str, Any]:
-    """Options; the confidences are then the module's own."""
-    return {"method": "mtp", "tree": tree, "shared_noise": False, **options}
+    return {"method": "mtp", "tree": tree, **options}
