@@ -116,6 +116,8 @@ def serving(folder: Path) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     port = free_port()
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    # by default idle connections close after 5 s, even if a client is just about to reuse one
+    environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"
     command = [sys.executable, "-m", "vllm_medusa.cli", "serve", *arguments(port, folder)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(

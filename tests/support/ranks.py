@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
 from support.after_drafting import Drafted, after_drafting
 from support.planted import plant
 from support.runner import sized
@@ -49,6 +51,8 @@ class Recording:
     def init_device(self) -> None:
         """Start recording; it ends at shutdown."""
         use_uncompiled()
+        # ranks whose groups differ use gloo: vLLM's shared memory waits actively for the other rank
+        _CPUSHMDistributed.make_group_name = staticmethod(lambda group: str(os.getpid()))
         super().init_device()
         self._decisions: list[list[Any]] = []
         self._known: dict[int, list[int]] = {}
