@@ -18,6 +18,7 @@ from demo import smollm2
 from demo.packed import FILE, pack, unpack, usable
 from demo.smollm2 import ModelUnavailable, build, convert
 from vllm_medusa.files import FileRefused
+from vllm_medusa.heads.files import HeadsError, find_checkpoint
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096}
 NAMES = {
@@ -182,6 +183,8 @@ def test_stored_tensors(drafter, tmp_path):
     assert stored["fc.weight"].dtype == torch.int8 and stored["fc.weight.scale"].shape == (48, 1)
     assert stored["d2t"].dtype == torch.int32 and stored["d2t"].tolist() == IDS.tolist()
     assert usable(drafter, tmp_path, tmp_path / "made") == drafter
+    with pytest.raises(HeadsError, match=r"packed.*python -m demo\.packed"):
+        find_checkpoint(tmp_path / "packed").specs(stored)
     made = usable(tmp_path / "packed", tmp_path, tmp_path / "made")
     assert made == tmp_path / "made" / "packed" and (made / FILE).is_file()
 

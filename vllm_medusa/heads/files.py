@@ -281,6 +281,11 @@ def _open(path: Path) -> Iterator[tuple[Iterable[str], Callable[[str], Any]]]:
         return
     try:
         with safe_open(path, framework="pt") as file:
+            if "packed" in (file.metadata() or {}):
+                raise HeadsError(
+                    f"{path} holds packed int8 weights. Unpack them in a clone of vllm-medusa: "
+                    "python -m demo.packed FOLDER OUTPUT --target TARGET"
+                )
             yield file.keys(), file.get_slice
     except SafetensorError as error:
         raise HeadsError(
