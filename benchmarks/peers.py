@@ -3,9 +3,10 @@
     python -m benchmarks peers --texts FOLDER_OF_PROMPTS --batch 1 4 16
 
 All engines run the same target on the same prompts (token ids) and cores, and stop at the same
-tokens. The methods of one engine are started together and take turns, group of prompts by group of
-prompts; ``ratio`` compares each with the engine's plain decoding, round by round. The engines
-follow one another: their tokens per second are comparable only on an idle machine.
+tokens. The methods of one engine are started together and take turns of --waves answers per batch
+slot: when an answer has ended, the next request takes its slot, as in a server. ``ratio`` compares
+each with the engine's plain decoding, round by round. The engines follow one another: their tokens
+per second are comparable only on an idle machine.
 
 Answers equal to the engine's plain ones are counted; in low precision near-ties are resolved
 differently. At temperature 0 the largest gap between the logits of differing tokens is reported, as
@@ -87,6 +88,7 @@ class PeersOptions(EngineOptions):
         "of vLLM, transformers and OpenVINO", default="bfloat16"
     )
     rounds: Positive = option("rounds of each load, after a warm-up", default=5)
+    waves: Positive = option("answers per batch slot and turn", default=3)
     chain: Positive = option("draft tokens of the others' chains and lookup", default=4)
     tree: tuple[Positive, ...] = option(
         "OpenVINO's num_assistant_tokens, branching_factor and tree_depth", default=(8, 4, 3)
@@ -241,7 +243,8 @@ def measure(
 ) -> Iterator[Row]:
     """The rows of one engine's arms under one load; if an arm fails, it is repeated without it."""
     load = (batch, temperature)
-    size = batch * math.ceil(len(prompts) / batch)  # full batches
+    turn = batch * options.waves
+    size = turn * math.ceil(len(prompts) / turn)  # full turns
     many = [replace(prompts[i % len(prompts)], index=i) for i in range(size)]
     able = []
     for peer in group:
@@ -258,6 +261,7 @@ def measure(
                 many,
                 concurrency=batch,
                 seed=SEED if temperature else None,
+                turn=turn,
                 rounds=options.rounds,
                 seconds=options.seconds or math.inf,
                 warm_up=True,

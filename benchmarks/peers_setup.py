@@ -86,13 +86,14 @@ class Worker:
     def run(
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
     ) -> tuple[list[Result], float]:
-        """See `vllm_medusa.offline.in_turn.Runner`; all prompts are started together."""
+        """See `vllm_medusa.offline.in_turn.Runner`."""
         found = self._ask(
             {
                 "prompts": [prompt.token_ids for prompt in prompts],
                 "seeds": [(seed or 0) + prompt.index for prompt in prompts],
                 "max_tokens": self.sampling.max_tokens,
                 "temperature": self.sampling.temperature,
+                "concurrency": concurrency,
             }
         )
         answers = zip(prompts, found["answers"], strict=True)

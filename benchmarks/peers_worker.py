@@ -6,7 +6,8 @@ or file; "dtype", a name in torch; "eos", the ids that end an answer; "knobs", t
 options of speculation; and what one engine needs. The reply is {"version": text}. Later lines are
 groups of requests:
 
-    {"prompts": [[id, ...], ...], "seeds": [int, ...], "max_tokens": 64, "temperature": 0.7}
+    {"prompts": [[id, ...], ...], "seeds": [int, ...], "concurrency": 4, "max_tokens": 64,
+     "temperature": 0.7}
 
 The reply has {"seconds": float, "answers": ...}: for each prompt, the token ids of each step, the
 prefill first. A reply {"error": text} says why there are none.
@@ -42,8 +43,10 @@ class Transformers:
         self.model: Any = AutoModelForCausalLM.from_pretrained(settings["target"], dtype=dtype)
         self.version = f"transformers {metadata.version('transformers')}, {settings['dtype']}"
 
-    def generate(self, requests: Requests, max_tokens: int, temperature: float) -> Iterator[Steps]:
-        """The steps of each answer, one answer after the other."""
+    def generate(
+        self, requests: Requests, concurrency: int, max_tokens: int, temperature: float
+    ) -> Iterator[Steps]:
+        """The steps of each answer, one answer after the other, whatever the concurrency."""
         from transformers import GenerationConfig
 
         how = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
@@ -92,26 +95,33 @@ class OpenVino:
         self.pipeline: Any = pipeline(settings["target"], scheduler, "CPU", own | more)
         self.version = f"OpenVINO GenAI {metadata.version('openvino-genai')}, {hint}"
 
-    def generate(self, requests: Requests, max_tokens: int, temperature: float) -> list[Steps]:
-        """The steps of all answers, generated as one batch."""
-        handles, answers = [], [Steps() for _ in requests]
-        for prompt, seed in requests:
-            how = {"temperature": temperature, "rng_seed": seed} if temperature else {}
-            how |= {"max_new_tokens": max_tokens, "do_sample": temperature > 0, **self.knobs}
-            config = self.genai.GenerationConfig(**how)
-            config.stop_token_ids = set(self.eos)
-            ids = self.tensor(self.numpy.array([prompt], dtype=self.numpy.int64))
-            handles.append(self.pipeline.add_request(self.requests, ids, config))
-            self.requests += 1
-        while self.pipeline.has_non_finished_requests():
+    def generate(
+        self, requests: Requests, concurrency: int, max_tokens: int, temperature: float
+    ) -> list[Steps]:
+        """The steps of all answers; ``concurrency`` requests run at a time."""
+        waiting = list(enumerate(requests))[::-1]
+        running: dict[int, Any] = {}  # handles by request
+        answers = [Steps() for _ in requests]
+        while waiting or running:
+            while waiting and len(running) < concurrency:
+                place, (prompt, seed) = waiting.pop()
+                how = {"temperature": temperature, "rng_seed": seed} if temperature else {}
+                how |= {"max_new_tokens": max_tokens, "do_sample": temperature > 0, **self.knobs}
+                config = self.genai.GenerationConfig(**how)
+                config.stop_token_ids = set(self.eos)
+                ids = self.tensor(self.numpy.array([prompt], dtype=self.numpy.int64))
+                running[place] = self.pipeline.add_request(self.requests, ids, config)
+                self.requests += 1
             self.pipeline.step()
-            for handle, steps in zip(handles, answers, strict=True):
+            for place, handle in list(running.items()):
                 found: list[int] = []
                 while handle.can_read():
                     for output in handle.read().values():
                         found += output.generated_ids
                 if found:
-                    steps.append(found)
+                    answers[place].append(found)
+                if handle.get_status() != self.genai.GenerationStatus.RUNNING:
+                    del running[place]
         return answers
 
 
@@ -138,8 +148,10 @@ class LlamaCpp:
 
         self.llama.eval = counted
 
-    def generate(self, requests: Requests, max_tokens: int, temperature: float) -> Iterator[Steps]:
-        """The steps of each answer, one answer after the other."""
+    def generate(
+        self, requests: Requests, concurrency: int, max_tokens: int, temperature: float
+    ) -> Iterator[Steps]:
+        """The steps of each answer, one answer after the other, whatever the concurrency."""
         how = {"temp": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         for prompt, seed in requests:
             self.steps = []

@@ -40,6 +40,7 @@ def options(tmp_path):
         prompts=2,
         max_tokens=8,
         rounds=1,
+        waves=2,
         temperatures=(0.0, 0.7),
     )
 
