@@ -119,7 +119,7 @@ def test_reading_the_config_reads_no_weight(tmp_path, monkeypatch):
                 part = file.get_slice(name)
                 return SimpleNamespace(get_shape=part.get_shape, get_dtype=part.get_dtype)
 
-            yield SimpleNamespace(keys=file.keys, get_slice=header)
+            yield SimpleNamespace(keys=file.keys, metadata=file.metadata, get_slice=header)
 
     monkeypatch.setattr(files, "safe_open", header_only)
     assert peek_heads(tmp_path / "st").num_heads == 2
