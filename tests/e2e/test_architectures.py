@@ -16,9 +16,11 @@ from support.engines import complete, engine, greedy, medusa, random_prompts, wo
 from support.models import VOCAB, save_model, save_random_heads
 from support.planted import planted
 from support.reference import assert_chaotic, differing, plain_greedy
-from support.runner import ON_V2, compaction, on_v1, sized
+from support.runner import ON_V2, on_v1, sized
 from support.spies import assert_reported, mean_accepted, recorded_steps
 from vllm.model_executor.models.llama import LlamaForCausalLM
+
+from vllm_medusa.integration import cpu_attention
 
 pytestmark = pytest.mark.engine
 
@@ -106,7 +108,7 @@ def assert_equal(
     ):
         with recorded_steps() as steps:
             got = complete(llm, reference.prompts, greedy(TOKENS))
-        monkeypatch.setattr(compaction(), "compact_group", lambda *args: None)
+        monkeypatch.setattr(cpu_attention, "compact_group", lambda *args: None)
         unmoved = complete(llm, reference.prompts, greedy(TOKENS))
         assert len(worker_of(llm).model_runner.kv_cache_config.kv_cache_groups) == groups
     assert differing(reference.completions, got) == []

@@ -13,8 +13,9 @@ from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import Plain, assert_chaotic, run_plain
-from support.runner import compaction
 from vllm import LLM
+
+from vllm_medusa.integration import cpu_attention
 
 pytestmark = pytest.mark.engine
 
@@ -40,7 +41,7 @@ def test_chaotic_model(
     assert_chaotic(plain.outputs)
     with engine(chaotic_llama, medusa(random_heads, "mc_sim_7b_63"), dtype="bfloat16") as llm:
         gaps = run_trees(llm, plain, VOCAB)
-        monkeypatch.setattr(compaction(), "compact_group", lambda *args: None)
+        monkeypatch.setattr(cpu_attention, "compact_group", lambda *args: None)
         wrong = run_trees(llm, plain, VOCAB)
     assert all(gap <= NEAR_TIE for gap in gaps), sorted(gaps)
     assert len(gaps) < 0.2 * len(prompts)

@@ -20,7 +20,7 @@ from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
-from support.runner import ON_V2, async_scheduling, compaction, on_v1, sized
+from support.runner import ON_V2, async_scheduling, on_v1, sized
 from support.spies import assert_reported, mean_accepted, recorded_steps, tree_rows
 from vllm import LLM
 
@@ -114,16 +114,16 @@ def test_random_heads(tree_engine: tuple[int, LLM], reference: Reference) -> Non
 
 
 def no_compaction(patch: Patch) -> None:
-    patch.setattr(compaction(), "compact_group", lambda *args: None)
+    patch.setattr(cpu_attention, "compact_group", lambda *args: None)
 
 
 def compaction_of_one_layer(patch: Patch) -> None:
-    compact = compaction().compact_group
+    compact = cpu_attention.compact_group
 
     def first_only(layers: Any, names: list[str], *moves: Any) -> None:
         compact(layers, names[:1], *moves)
 
-    patch.setattr(compaction(), "compact_group", first_only)
+    patch.setattr(cpu_attention, "compact_group", first_only)
 
 
 def causal_mask(patch: Patch) -> None:

@@ -17,12 +17,11 @@ from support.mla import save_deepseek
 from support.models import VOCAB, save_random_heads
 from support.planted import planted
 from support.reference import Plain, assert_chaotic, differing, run_plain
-from support.runner import compaction
 from support.spies import assert_reported, mean_accepted, mixed, recorded_steps
 from transformers import AutoModelForCausalLM
 from vllm import LLM
 
-from vllm_medusa.integration import cpu_mla
+from vllm_medusa.integration import cpu_attention, cpu_mla
 from vllm_medusa.integration.v1.runner import MedusaModelRunner
 from vllm_medusa.scorer.latent import LatentPlan
 
@@ -119,7 +118,7 @@ def test_equality(setting: Setting, llm: LLM) -> None:
 
 
 def no_compaction(patch: Patch) -> None:
-    patch.setattr(compaction(), "compact_group", lambda *args: None)
+    patch.setattr(cpu_attention, "compact_group", lambda *args: None)
 
 
 def causal_mask(patch: Patch) -> None:

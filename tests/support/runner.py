@@ -5,11 +5,9 @@ On V2 every kernel runs in Python (`support.triton_on_cpu`), so tests are smalle
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
@@ -21,11 +19,6 @@ ON_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 
 def sized(on_v1: T, on_v2: T) -> T:
     return on_v2 if ON_V2 else on_v1
-
-
-def compaction() -> ModuleType:
-    """The module where the runner looks up ``compact_group``, for controls that replace it."""
-    return importlib.import_module("vllm_medusa.integration.cpu_attention")
 
 
 @contextmanager

@@ -166,7 +166,6 @@ class TestTree:
             (("mc_sim_7b_64",), r"can't be used. There is no preset .*did you mean"),
             (([[0], [1, 0, 0]],), "orphan"),
             (([[0], [0]],), "listed twice"),
-            ((None, None, None, None, 0), "capped at 0 draft tokens; the minimum is 1"),
             ((None, None, 0, 100), "0 heads over 100 tokens can't draft"),
         ],
     )

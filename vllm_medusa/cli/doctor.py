@@ -14,7 +14,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_medusa import plugin
+from vllm_medusa import __version__, plugin
 from vllm_medusa.cli.console import ConsoleProgress
 from vllm_medusa.config import loggers_left_alone
 from vllm_medusa.files import free_bytes
@@ -46,7 +46,7 @@ def versions() -> str:
     """What is installed and the device, one per line; a CPU build of torch is not imported."""
     name, version = plugin.installed_vllm()
     return (
-        f"vllm-medusa {plugin.own_version()}\n"
+        f"vllm-medusa {__version__}\n"
         f"vLLM {f'{version} ({name})' if version else 'is not installed'}\n"
         f"torch {metadata.version('torch')}\nPython {platform.python_version()}\n"
         f"device: {format_machine(describe_machine()).partition(', load')[0]}"

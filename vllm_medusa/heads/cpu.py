@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_medusa.heads.model import HeadsError, LMHead, MedusaHeads, ResBlock
+from vllm_medusa.heads.model import LMHead, MedusaHeads, ResBlock
 
 Linear = Callable[[Tensor], Tensor]  # [T, I] -> [T, O]
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # weight [O, I], bias [O]
@@ -25,13 +25,9 @@ class Packed:
     def __init__(self, heads: MedusaHeads, make: MakeLinear, rows: slice | None = None) -> None:
         """Pack ``heads`` with ``make``; ``rows`` keeps a part of the vocabulary of stored LM heads.
 
-        With ``rows`` their logits have len(rows) columns, those of a tensor-parallel rank.
+        With ``rows`` their logits have len(rows) columns, those of a tensor-parallel rank. Heads
+        for some of the target's tokens must hold its rows (`MedusaHeads.store_lm_head`).
         """
-        if heads.shared_lm_head and heads.token_map is not None:
-            raise HeadsError(
-                "these heads score only some of the target's tokens: store the target's rows for "
-                "them (store_lm_head), then pack"
-            )
         self.num_heads = heads.num_heads
         self.vocab_size = heads.vocab_size
         self.token_map = heads.token_map
@@ -60,9 +56,8 @@ class Packed:
         rows = x.flatten(0, 1)  # [B * K, H]
         if self._lm_heads:
             logits = self._lm_heads[0](rows)
-        elif lm_head is None:
-            raise HeadsError("these heads share the target's LM head: pass lm_head")
         else:
+            assert lm_head is not None
             logits = lm_head(rows)[:, : self.vocab_size]  # without padding
         return logits.unflatten(0, x.shape[:2])
 

@@ -123,11 +123,6 @@ class MedusaHeads(nn.Module):
         ``weight`` is [V_draft, H], ``bias`` [V_draft]. For inference with heads that store none: no
         other rows of the target's LM head are read from then on.
         """
-        if weight.shape != (self.draft_vocab_size, self.hidden_size):
-            raise HeadsError(
-                f"the rows are {list(weight.shape)}; these heads score {self.draft_vocab_size} "
-                f"tokens from states of {self.hidden_size}"
-            )
         self.lm_head_weight = nn.Parameter(weight.detach()[None], requires_grad=False)
         if bias is not None:
             self.lm_head_bias = nn.Parameter(bias.detach()[None], requires_grad=False)

@@ -22,10 +22,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_medusa.kernels import cpu_library
 from vllm_medusa.kv.cpu import PackedCaches, TokenLayout
 from vllm_medusa.scorer.cpu import (
     AttentionPlan,
-    kernel,
     plan_branches,
     plan_trees,
     tree_attention,
@@ -191,7 +191,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
                 "This model uses ALiBi, which tree attention does not support. Omit "
                 "method='medusa'."
             )
-        kernel()  # fail at start-up without a compiler
+        cpu_library()  # fail at start-up without a compiler
 
     def attend(
         self,

@@ -23,7 +23,6 @@ MIN_RUN_SURVIVAL = 0.4  # min survival of drafts without heads
 _CHANCE_KEPT = 1.0 - 1.0 / 512.0  # decay of observations per token
 _MIN_SURVIVAL = 0.05  # below it, only drafts of heads are checked
 
-Row = npt.NDArray[np.int32]  # [ceil(V / 32)]
 Spell = Callable[[Sequence[int]], Sequence[str | None]]  # token ids to their texts
 Option = tuple[int, int | None, float]  # a child: token, node in the drafts, probability
 

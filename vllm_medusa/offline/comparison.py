@@ -96,9 +96,8 @@ def compare(
         for budget, config in configs.items():
             name = "automatic trees" if budget is None else plural(budget, "draft node")
             with start(f"vLLM with {name}", config) as medusa:
-                measured = run_in_turn(
-                    plain,
-                    medusa,
+                _, measured = run_in_turn(
+                    [plain, medusa],
                     prompts,
                     concurrency=options.batch,
                     seed=options.seed,

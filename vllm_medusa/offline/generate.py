@@ -45,7 +45,9 @@ class Generated:
 def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated:
     """Generate for every prompt that has no result yet."""
     prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
-    sampling = options.sampling()
+    sampling = Sampling(
+        options.max_tokens, options.temperature, options.top_p, options.top_k, options.stop
+    )
     if options.speculation() is None:
         progress.note("plain vLLM, without speculation: no --speculative-model")
     with open_results(options, sampling, options.seed) as log:

@@ -121,16 +121,6 @@ class InTurn:
 
 
 def run_in_turn(
-    baseline: Runner,  # the reference engine
-    candidate: Runner,
-    prompts: Sequence[Prompt],  # at least one
-    **how: Any,  # of `run_all_in_turn`
-) -> InTurn:
-    """Run the prompts through both engines; see `run_all_in_turn`."""
-    return run_all_in_turn([baseline, candidate], prompts, **how)[1]
-
-
-def run_all_in_turn(
     engines: Sequence[Runner],  # the reference engine first
     prompts: Sequence[Prompt],  # at least one
     *,
@@ -149,7 +139,7 @@ def run_all_in_turn(
     if not prompts:
         raise ValueError("there are no prompts to compare on.")
     if warm_up:
-        run_all_in_turn(engines, prompts[:concurrency], concurrency=concurrency, seed=seed)
+        run_in_turn(engines, prompts[:concurrency], concurrency=concurrency, seed=seed)
     each = turn or concurrency
     groups = [prompts[start : start + each] for start in range(0, len(prompts), each)]
     baseline = Timed()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from vllm_medusa.offline.engine import Sampling, medusa_config
+from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.options import (
     Above,
     AtLeastZero,
@@ -130,10 +130,6 @@ class GenerateOptions(PromptJob):
 
     temperature: AtLeastZero = option("sampling temperature; 0: greedy", default=0.0)
     seed: Seed | None = option("seed of prompt i is SEED + i", default=None)
-
-    def sampling(self) -> Sampling:
-        """The sampling parameters of all requests."""
-        return Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop)
 
 
 class DistillOptions(PromptJob):

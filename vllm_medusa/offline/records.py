@@ -151,8 +151,6 @@ def split_heldout(records: Iterable[Record], share: float) -> tuple[list[Record]
     Returns the records to train on and the held-out ones, each sorted by index. Raises ValueError:
     there are too few prompts for both parts.
     """
-    if not 0 <= share < 1:
-        raise ValueError(f"the held-out share is {share}; it must be at least 0 and below 1.")
     keyed = sorted(((r.prompt_key, r) for r in records), key=lambda pair: pair[1].order)
     if not share:
         return [record for _, record in keyed], []

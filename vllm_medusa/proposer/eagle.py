@@ -6,7 +6,6 @@ dtype; the kernel reads one-byte weights (fp32 if the drafter is stored in fp32)
 
 from __future__ import annotations
 
-import functools
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_medusa.kernels import CPU_DTYPES, cpu_library
+from vllm_medusa.kernels import CPU_DTYPES, cpu_function
 from vllm_medusa.proposer.beam import (
     LANES,
     BeamCall,
@@ -114,6 +113,13 @@ class _Roots(Structure):
     _fields_ = [(name, c_void_p) for name in ("normed", "hidden", "ends")]
 
 
+_given = POINTER(_Eagle), POINTER(EagleCache)
+_eagle_prefill = cpu_function("eagle_prefill", *_given, POINTER(_Paths))
+_eagle_trees = cpu_function(
+    "eagle_trees", *_given, POINTER(_Roots), POINTER(BeamCall), result=c_int32
+)
+
+
 class EagleBeam:
     """A drafter whose weights are copied to the kernel's layout."""
 
@@ -164,7 +170,7 @@ class EagleBeam:
         given = (starts, last, token_ids, positions, slots, features.float())
         kept = [part.contiguous() for part in given]
         paths = _Paths(*(part.data_ptr() for part in (*kept, normed, hidden)), batch)
-        _library().eagle_prefill(byref(self._eagle), byref(cache.at(block_table)), byref(paths))
+        _eagle_prefill(byref(self._eagle), byref(cache.at(block_table)), byref(paths))
         return normed, hidden
 
     def draft(
@@ -182,17 +188,7 @@ class EagleBeam:
         """
         kept = [part.contiguous() for part in (normed.float(), hidden.float(), ends)]
         roots = _Roots(*(part.data_ptr() for part in kept))
-        finite = _library().eagle_trees(
+        finite = _eagle_trees(
             byref(self._eagle), byref(cache.at(block_table)), byref(roots), byref(call)
         )
         return call.trees if finite else None
-
-
-@functools.cache
-def _library() -> Any:
-    library = cpu_library()
-    pointers = [POINTER(each) for each in (_Eagle, EagleCache, _Roots, BeamCall, _Paths)]
-    library.eagle_trees.argtypes, library.eagle_trees.restype = pointers[:4], c_int32
-    library.eagle_prefill.argtypes = [*pointers[:2], pointers[4]]
-    library.eagle_prefill.restype = None
-    return library

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_medusa.kernels import CPU_DTYPES, cpu_function, cpu_library
+from vllm_medusa.kernels import CPU_DTYPES, cpu_function
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.tree.ancestors import num_words
 from vllm_medusa.tree.batch import TreeBatch
@@ -36,6 +33,9 @@ class _Layer(Structure):
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("dtype", "paired", "truncate", "round_weights")),
     ]
+
+
+_tree_attention = cpu_function("tree_attention", POINTER(AttentionPlan), POINTER(_Layer))
 
 
 def plan_trees(
@@ -160,16 +160,8 @@ def tree_attention(
         out.stride(0), out.stride(1), scale, softcap, CPU_DTYPES[query.dtype], paired, truncate,
         paired,
     )  # fmt: skip
-    kernel()(byref(plan), byref(layer))
+    _tree_attention(byref(plan), byref(layer))
     return out
-
-
-@functools.cache
-def kernel() -> Callable[[Any, Any], None]:
-    """The compiled kernel; RuntimeError if there is no C++ compiler."""
-    function = cpu_library().tree_attention
-    function.argtypes, function.restype = (POINTER(AttentionPlan), POINTER(_Layer)), None
-    return function  # type: ignore[no-any-return]
 
 
 def topologies(parents: Tensor, num_nodes: Tensor) -> TreeBatch:

@@ -24,8 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-TRANSPOSED_ISAS = ("vec", "vec16")
-SUPPORTED_ISAS = (*TRANSPOSED_ISAS, "amx")
+SUPPORTED_ISAS = ("vec", "vec16", "amx")
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,6 @@ class Run:
 
     answers: dict[int, Answer]  # by the request's seed
     preemptions: int = 0
-    drafted: int = 0
     accepted: int = 0
     problem: str = ""  # the engine failed, or leaked something
 
@@ -135,7 +134,6 @@ def run_with_trees(
             run.problem = f"the engine failed: {type(error).__name__}: {error}"
             return run
         run.preemptions = metric(llm, "num_preemptions")
-        run.drafted = metric(llm, "spec_decode_num_draft_tokens")
         run.accepted = metric(llm, "spec_decode_num_accepted_tokens")
         if not llm.reset_prefix_cache():
             run.problem = "cache blocks are still in use after the last request"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from support.random_heads import HIDDEN, VOCAB
 
 from vllm_medusa.heads.cpu import PackedHeads
-from vllm_medusa.heads.model import HeadsError, MedusaHeads
+from vllm_medusa.heads.model import MedusaHeads
 
 
 def randomize(module):
@@ -110,14 +110,3 @@ def test_rows_of_stored_lm_heads(num_lm_heads, mapped):
     for ranks in (parts, whole):
         found = torch.cat([part.compute_logits(part(hidden)) for part in ranks], -1)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_refuses_unpacked_heads():
-    packed = PackedHeads(random_heads(1, 0, True, False), torch_linear)
-    with pytest.raises(HeadsError, match="pass lm_head"):
-        packed.compute_logits(packed(torch.zeros(1, HIDDEN)))
-    mapped = random_heads(1, 0, True, True)
-    with pytest.raises(HeadsError, match="store_lm_head"):
-        PackedHeads(mapped, torch_linear)
-    with pytest.raises(HeadsError, match=r"\[9, 8\]; these heads score 10 tokens"):
-        mapped.store_lm_head(torch.zeros(9, HIDDEN))

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from support.fake_engine import FakeProcess
 
-from vllm_medusa.offline.in_turn import run_all_in_turn, run_in_turn
+from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.prompts import Prompt
 
 PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(10)]
@@ -12,9 +12,8 @@ PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(10)]
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_equal_tokens_are_identical_for_any_steps(concurrency):
     calls = []
-    comparison = run_in_turn(
-        FakeProcess(),
-        FakeProcess(step_sizes=(3, 1)),
+    _, comparison = run_in_turn(
+        [FakeProcess(), FakeProcess(step_sizes=(3, 1))],
         PROMPTS,
         concurrency=concurrency,
         seed=3,
@@ -34,7 +33,7 @@ def test_equal_tokens_are_identical_for_any_steps(concurrency):
 def differences(candidate, **baseline):
     """The differences from a plain engine."""
     plain = FakeProcess(**baseline)
-    comparison = run_in_turn(plain, candidate, PROMPTS, concurrency=4, seed=3, rounds=1)
+    _, comparison = run_in_turn([plain, candidate], PROMPTS, concurrency=4, seed=3, rounds=1)
     assert not comparison.identical
     return comparison.differences
 
@@ -76,7 +75,7 @@ def test_the_first_engine_alternates(turn, orders):
     class Other(Noting):
         name = "b"
 
-    run_in_turn(Noting(), Other(), PROMPTS[:4], concurrency=1, seed=3, turn=turn)
+    run_in_turn([Noting(), Other()], PROMPTS[:4], concurrency=1, seed=3, turn=turn)
     assert begun in orders
 
 
@@ -91,8 +90,8 @@ def test_no_round_starts_that_would_end_too_late(monkeypatch):
             super().submit(*args)
 
     def rounds(seconds):
-        found = run_in_turn(
-            Slow(), Slow(), PROMPTS[:1], concurrency=1, seed=3, rounds=50, seconds=seconds
+        _, found = run_in_turn(
+            [Slow(), Slow()], PROMPTS[:1], concurrency=1, seed=3, rounds=50, seconds=seconds
         )
         return len(found.candidate.rates)
 
@@ -101,13 +100,14 @@ def test_no_round_starts_that_would_end_too_late(monkeypatch):
 
 def test_an_empty_comparison_is_not_identical():
     with pytest.raises(ValueError, match="no prompts"):
-        run_in_turn(FakeProcess(), FakeProcess(), [], concurrency=1, seed=0)
+        run_in_turn([FakeProcess(), FakeProcess()], [], concurrency=1, seed=0)
+    engines = [FakeProcess(longest_prompt=1), FakeProcess()]
     with pytest.raises(ValueError, match="r0 was refused"):
-        run_in_turn(FakeProcess(longest_prompt=1), FakeProcess(), PROMPTS, concurrency=1, seed=0)
+        run_in_turn(engines, PROMPTS, concurrency=1, seed=0)
 
 
 def test_every_engine_is_compared_with_the_first():
     others = [FakeProcess(step_sizes=(3, 1)), FakeProcess(wrong_at=2)]
-    found = run_all_in_turn([FakeProcess(), *others], PROMPTS, concurrency=4, seed=3, rounds=2)
+    found = run_in_turn([FakeProcess(), *others], PROMPTS, concurrency=4, seed=3, rounds=2)
     assert [each.identical for each in found] == [True, True, False]
     assert found[0].ratio == 1 and len(found[2].ratios) == 2
