@@ -120,8 +120,13 @@ class OpenVino:
                         found += output.generated_ids
                 if found:
                     answers[place].append(found)
-                if handle.get_status() != self.genai.GenerationStatus.RUNNING:
+                status = handle.get_status()
+                if status == self.genai.GenerationStatus.FINISHED:
                     del running[place]
+                elif status != self.genai.GenerationStatus.RUNNING:
+                    raise RuntimeError(f"request {place} ended as {status}")
+            if running and not self.pipeline.has_non_finished_requests():
+                raise RuntimeError(f"requests {[*running]} ended without a status")
         return answers
 
 

@@ -177,8 +177,8 @@ class _DraftOptions(_Options):
     budget: Literal["auto"] | _Nodes | Annotated[_MaxRows, Field(min_length=1)] | None = Field(
         default=None,
         description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes per request; or '
-        '{"max_rows": N}: max tokens per step, drafts included, 2 or more; omitted: "auto", or '
-        "all nodes of a static tree",
+        '{"max_rows": N}: max running requests and drafts per step, 2 or more; omitted: "auto", '
+        "or all nodes of a static tree",
     )
     lookup: bool = Field(
         default=False,

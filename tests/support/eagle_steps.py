@@ -17,7 +17,7 @@ from support.eagle import Eagle3
 from support.runner import ON_V2
 from vllm_medusa.integration import eagle_trees
 from vllm_medusa.integration.eagle_trees import EagleTrees
-from vllm_medusa.noise import Noise, Seeds, Stream
+from vllm_medusa.noise import SCALE, WEIGHT, splitmix_gumbel
 from vllm_medusa.proposer.choices import Choices
 
 
@@ -38,19 +38,19 @@ class Grown:
         params, count = self.request.params, len(self.request.output)
         if not params.temperature:
             return logits
-        temperature = torch.tensor([params.temperature])
+        temperature = params.temperature
         if ON_V2:
             from vllm_medusa.integration.v2.kernel import HashedNoise
 
             last = len(self.request.prompt) + count - 1
-            seed, slot, place = (torch.tensor([value]) for value in (params.seed, 0, last))
-            stream: Stream = HashedNoise(seed, slot, place, temperature)
+            given = (torch.tensor([value]) for value in (params.seed, 0, last, temperature))
+            gumbel = HashedNoise(*given).gumbel(level, level + 1, token_ids)[0, 0]
         else:  # one draw for each token
             generator = torch.Generator().manual_seed(params.seed)
-            draws = torch.randint(0, 2**31, (1, count + level + 1), generator=generator)
-            stream = Seeds(draws[:, count:], temperature)
-        noise = Noise(stream, token_ids).at(level, level + 1)
-        return noise.scores(logits[None, None])[0, 0]
+            seeds = torch.randint(0, 2**31, (count + level + 1,), generator=generator)
+            gumbel = splitmix_gumbel(seeds[-1:], token_ids).float()
+        scale = min(SCALE / temperature, 1.0)
+        return scale * logits + scale * temperature * WEIGHT * gumbel
 
 
 @contextmanager

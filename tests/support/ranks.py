@@ -1,5 +1,6 @@
 """Workers that record their rank's decisions, so that a test can compare the ranks.
 
+Their collectives run on gloo, not on vLLM's shared memory, which waits actively for other ranks.
 Used as ``worker_cls``. Tests call it with ``LLM.collective_rpc``, which every executor has;
 arguments and results are lists of plain numbers, which every transport supports. Differences
 between vLLM's two model runners are in `recording_v1` and `recording_v2`.
@@ -51,7 +52,7 @@ class Recording:
     def init_device(self) -> None:
         """Start recording; it ends at shutdown."""
         use_uncompiled()
-        # ranks whose groups differ use gloo: vLLM's shared memory waits actively for the other rank
+        # ranks whose groups differ use gloo
         _CPUSHMDistributed.make_group_name = staticmethod(lambda group: str(os.getpid()))
         super().init_device()
         self._decisions: list[list[Any]] = []

@@ -48,6 +48,7 @@ def options(tmp_path):
 @contextmanager
 def fake_vllm(arm, options, more):
     def run(prompts, concurrency, seed):
+        assert len(prompts) in (concurrency, 2 * concurrency)  # warm-up, turn
         if arm.name == "n-gram" and concurrency == 2:
             raise RuntimeError("it broke")
         return list(run_batch(prompts, FakeEngine(), concurrency=concurrency, seed=seed)), 1.0

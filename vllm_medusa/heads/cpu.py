@@ -28,6 +28,7 @@ class Packed:
         With ``rows`` their logits have len(rows) columns, those of a tensor-parallel rank. Heads
         for some of the target's tokens must hold its rows (`MedusaHeads.store_lm_head`).
         """
+        assert heads.token_map is None or not heads.shared_lm_head
         self.num_heads = heads.num_heads
         self.vocab_size = heads.vocab_size
         self.token_map = heads.token_map

@@ -101,11 +101,8 @@ def doubtful_layers(config: Mapping[str, Any]) -> str:
 
 
 def drafter_method(source: str | Path | None) -> str | None:
-    """The method of an EAGLE drafter, which is downloaded from the hub if need be.
-
-    None for anything else, also if the hub is unreachable.
-    """
-    if source is None:
+    """The method of an EAGLE drafter in a local folder; None for anything else, also hub names."""
+    if source is None or not Path(source).expanduser().is_dir():
         return None
     try:
         return Layout.read(find_checkpoint(source)).method

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from vllm.config import SpeculativeConfig
@@ -88,7 +87,7 @@ def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width:
     try:
         files = find_checkpoint(label, config.revision)
         if not is_drafter(files):
-            if Path(model_config.model).is_dir() and drafter_method(model_config.model):
+            if drafter_method(model_config.model):
                 raise HeadsError(
                     f"The model, {model_config.model}, is an EAGLE drafter, but {label} is not. "
                     "Swap them"

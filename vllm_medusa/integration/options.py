@@ -69,7 +69,7 @@ class TreeSettings:
 
     @property
     def max_rows(self) -> int | None:
-        """Tokens of a step above which no drafts are added."""
+        """Running requests and drafts of a step above which no drafts are added."""
         return self.budget["max_rows"] if isinstance(self.budget, dict) else None
 
     @classmethod

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -102,7 +101,7 @@ def test_eagle_3(command, tmp_path):
     assert code == 1 and json.loads(out)["checks"][0]["verdict"] == "does not fit"
 
 
-def test_commands_recognize_a_drafter(tmp_path, monkeypatch):
+def test_commands_recognize_a_drafters_folder(tmp_path):
     """`generate`, `compare` and others, by `--speculative-model`."""
     drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (1, 2, 3)).save(tmp_path / "e")
     own = {"method": "eagle3", "model": drafter, "tree": "dynamic"}
@@ -112,8 +111,6 @@ def test_commands_recognize_a_drafter(tmp_path, monkeypatch):
         "budget": 4,
     }
     assert medusa_config(str(tmp_path))["method"] == "medusa"
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: drafter)
-    assert medusa_config("someone/drafter") == own | {"model": "someone/drafter"}
     Speculation(speculative_model=drafter, speculative_config={"tree": {"width": 4}})
     with pytest.raises(ValueError, match="width"):
         Speculation(speculative_model=drafter, speculative_config={"tree": "mc_sim_7b_63"})
