@@ -96,8 +96,7 @@ def record(
     )
     hottest = max(ways, key=lambda way: way.temperature)
     starts = {name: Start(each, hottest).engine for name, each in settings.items()}
-    for start in wait(starts.values(), return_when=FIRST_EXCEPTION).done:
-        start.result()  # raises its error without waiting for the other engine
+    _wait(list(starts.values()), progress)
     answers = {}
     with ExitStack() as stack:
         engines = {name: stack.enter_context(start.result()) for name, start in starts.items()}
@@ -115,6 +114,20 @@ def record(
         for temperature in temperatures
         for prompt in prompts
     )
+
+
+def _wait(starts: Sequence[Future[EngineProcess]], progress: Progress) -> None:
+    """Wait for all; raises the error of one without waiting for the others."""
+    what, seconds = "both engines start", 0
+    while True:
+        done, waiting = wait(starts, timeout=1.0, return_when=FIRST_EXCEPTION)
+        for start in done:
+            start.result()
+        if not waiting:
+            progress.at(what, seconds, seconds)
+            return
+        seconds += 1
+        progress.at(what, seconds, None, "seconds")
 
 
 def _answers(

@@ -187,8 +187,8 @@ class _DraftOptions(_Options):
 
     shared_noise: bool = Field(
         default=True,
-        description="true or false: for sampling requests, choose drafts with the noise that the "
-        "sampler will use",
+        description="true or false: for sampling requests, choose drafts with the random numbers "
+        "that the sampler will use; more are accepted, and no token changes",
     )
 
     @field_validator("model", mode="before")

@@ -10,11 +10,11 @@ is accepted if and only if it is the token drawn, and each position's noise is u
 token. So the tokens, seeded or not, are the same as without drafts (arXiv 2408.07978, 2506.05632).
 
 SCALE and WEIGHT are below 1 because drafters approximate p only roughly: with the full weight of G,
-q would be trusted too much. In an engine with SmolLM2's Hydra heads and trees of four nodes, tau
-was 1.51 without and 1.56 with noise at T 0.7, and 1.40 and 1.54 at T 1.0 (docs/results). Top-k
-and top-p are not applied to q, because tokens outside q's own top-k or top-p set are drawn often:
-one of four children of the root is drawn in 53.7 % of cases at T 1.0 and top-p 0.9; in 51.6 % if q
-is masked, in 46.1 % without noise (simulated).
+q would be trusted too much. With SmolLM2's Hydra heads and trees of seven nodes, tau was 1.69
+without and 1.74 with noise at T 0.7, and 1.46 and 1.62 at T 1 (benchmarks/results/noise_hydra.md).
+Top-k and top-p are not applied to q, because tokens outside q's own top-k or top-p set are drawn
+often: one of four children of the root is drawn in 53.7 % of cases at T 1.0 and top-p 0.9; in
+51.6 % if q is masked, in 46.1 % without noise (simulated).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ SCALE, WEIGHT = 0.7, 0.75
 
 _MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # SplitMix64 (Steele et al. 2014)
 _GAMMA = 0x9E3779B97F4A7C15
+_TWISTER = slice(3, 3 + 624)  # words of the Mersenne Twister in `torch.Generator.get_state`, int64
 _gumbel_noise = cpu_function("gumbel_noise", c_void_p, c_int64, c_void_p, c_int64, c_void_p)
 
 
@@ -71,6 +72,19 @@ def next_seeds(generator: torch.Generator | None, count: int) -> Tensor:
     """The seeds of the next ``count`` tokens, int64 [count]; the generator is not advanced."""
     ahead = (torch.default_generator if generator is None else generator).clone_state()
     return torch.randint(0, 2**31, (count,), generator=ahead, device=ahead.device)
+
+
+def own_generator() -> torch.Generator:
+    """A CPU generator whose whole state is drawn from the default one.
+
+    A seed would not do: of it, the generator uses 32 bits, and with those 2 of 77,000 requests are
+    as likely as not to have the same random stream.
+    """
+    generator = torch.Generator()
+    state = generator.get_state()
+    state.view(torch.int64)[_TWISTER].random_(0, 2**32)
+    generator.set_state(state)
+    return generator
 
 
 class Noise:

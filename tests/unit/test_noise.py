@@ -10,7 +10,14 @@ import torch
 from support.assets import code_prompts, trained_model
 
 from vllm_medusa.decode import DecodeResult, decode
-from vllm_medusa.noise import LevelNoise, Noise, Seeds, next_seeds, splitmix_gumbel
+from vllm_medusa.noise import (
+    LevelNoise,
+    Noise,
+    Seeds,
+    next_seeds,
+    own_generator,
+    splitmix_gumbel,
+)
 from vllm_medusa.sampler import draw_splitmix
 from vllm_medusa.tree.presets import load_preset
 
@@ -31,6 +38,28 @@ def test_a_draw_is_the_largest_sum_with_the_noise_known_ahead() -> None:
     noise = Seeds(ahead[None], torch.ones(1)).gumbel(0, 5, torch.arange(999))[0]
     drawn = [int(draw_splitmix(row, generator)) for row in logits]
     assert drawn == (logits + noise).argmax(-1).tolist()
+
+
+def test_requests_without_a_seed_have_more_streams_than_there_are_seeds() -> None:
+    """A CPU generator uses 32 bits of its seed, so its seed must not determine the stream."""
+    alike = [torch.Generator().manual_seed(seed) for seed in (5, 5 + (7 << 32))]
+    assert next_seeds(alike[0], 50).equal(next_seeds(alike[1], 50))
+
+    def draws(generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(0, 2**31, (2000,), generator=generator)
+
+    torch.manual_seed(1)
+    found = [own_generator(), own_generator()]
+    seeds = [generator.initial_seed() & (2**32 - 1) for generator in found]
+    again = [torch.Generator().manual_seed(seed) for seed in seeds]
+    streams = [draws(each) for each in (*found, *again[:1])]
+    for index, one in enumerate(streams):
+        for other in streams[:index]:
+            assert (one == other).sum() < 3
+        bits = (one[:, None] >> torch.arange(31)) & 1
+        assert (bits.double().mean(0) - 0.5).abs().max() < 0.06  # 5 standard deviations
+    torch.manual_seed(1)
+    assert draws(own_generator()).equal(streams[0])
 
 
 def test_greedy_requests_have_the_same_scores_in_a_mixed_batch() -> None:

@@ -45,7 +45,9 @@ class AdaptOptions(EngineOptions, PromptFile):
     )
     measure_tokens: Positive = option("max tokens per answer in the final measurement", default=128)
     measure_seconds: Above = option(
-        "approximate time limit: rounds and prompts are reduced to fit", default=300.0, metavar="S"
+        "approximate time limit, without engine starts: rounds and prompts are reduced to fit",
+        default=300.0,
+        metavar="S",
     )
     method: Literal["medusa-1", "medusa-2"] = option(
         "medusa-1: the target stays as it is; medusa-2: it is trained with --drafter medusa",

@@ -189,7 +189,7 @@ class CompareOptions(EngineOptions):
     target: Model = option("a folder or a hub name", positional=True)
     heads: Source = option("a folder, a file or a hub name", positional=True)
     prompts: Path = option("a file of prompts or records", "-i")
-    on_bad_line: OnBadLine = option(default="refuse")
+    on_bad_line: OnBadLine = option("bad lines: refuse the file, or skip them", default="refuse")
     limit: Positive = option("number of prompts, from the start of the file", default=32)
     speculative_config: dict[str, Any] = option(
         "further keys of LLM's speculative_config, such as a tree other than that of the heads",
@@ -207,7 +207,7 @@ class CompareOptions(EngineOptions):
     batch: Positive = option("number of concurrent prompts", default=1)
     rounds: Positive = option("repetitions", default=3)
     seconds: Above | None = option(
-        "approximate time limit: prompts and rounds are reduced to fit",
+        "approximate time limit, without engine starts: prompts and rounds are reduced to fit",
         default=None,
         metavar="S",
     )

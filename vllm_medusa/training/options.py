@@ -141,7 +141,7 @@ class StepOptions(Options):
     )
     weight_decay: AtLeastZero = option("AdamW's weight decay", default=0.0)
     clip: Above = option("max gradient norm", default=1.0)
-    seed: Seed = option(default=0)
+    seed: Seed = option("seed of initial weights and the order of texts", default=0)
     measure_every: Positive = option("steps between measurements", default=500, metavar="N")
 
 

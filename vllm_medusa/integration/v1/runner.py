@@ -28,7 +28,7 @@ from vllm_medusa.integration.requests import CANDIDATES, follows_grammar
 from vllm_medusa.integration.target import heads_left_out
 from vllm_medusa.integration.v1.typical import GuidedSampler
 from vllm_medusa.integration.v1.verification import draws_splitmix, verify
-from vllm_medusa.noise import Seeds, next_seeds
+from vllm_medusa.noise import Seeds, next_seeds, own_generator
 from vllm_medusa.proposer.steps import MIN_SURVIVAL
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.step import TreeStep
@@ -202,7 +202,7 @@ class MedusaModelRunner(CPUModelRunner):
     def _stream(self, slots: np.ndarray, depth: np.ndarray, limit: int) -> Seeds | None:
         """The noise of the next tokens of sampling requests; None: there are none.
 
-        From then on such a request has its own generator, seeded from the default one.
+        From then on, a request without a seed has its own generator.
         """
         if not self._shares_noise or self._options.heads is None or limit < 1:
             return None
@@ -214,8 +214,7 @@ class MedusaModelRunner(CPUModelRunner):
         seeds = torch.full((len(slots), self._options.tree.max_depth), -1)
         for row in rows:
             if row not in batch.generators:
-                generator = torch.Generator()
-                generator.manual_seed(int(torch.randint(0, 2**62, (1,))))
+                generator = own_generator()
                 self.requests[batch.req_ids[row]].generator = generator
                 batch.generators[row] = generator
             seeds[row] = next_seeds(batch.generators[row], seeds.shape[1])
