@@ -13,6 +13,7 @@ from benchmarks.case import ROOT, Case, Plot
 from vllm_medusa.offline.machine import describe_machine, format_machine
 
 _SHOWN_REASON = 200  # characters; the JSON file has the full text
+_MAX_LEGEND = 6  # lines whose legend is drawn inside the panels
 
 
 def describe(commit: str | None = None) -> dict[str, Any]:
@@ -107,6 +108,11 @@ def draw(rows: Sequence[Mapping[str, Any]], plot: Plot, path: Path) -> None:
             else:
                 _lines(here, y, plot, panel)
             panel.grid(alpha=0.3)
+        if not bars and len(panels[0].get_legend_handles_labels()[1]) <= _MAX_LEGEND:
+            for panel in panels:
+                panel.legend(fontsize=7)
+        elif not bars:
+            panels[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -134,4 +140,3 @@ def _lines(rows: Sequence[Mapping[str, Any]], y: str, plot: Plot, panel: Any) ->
         panel.xaxis.set_major_formatter("{x:g}")
     temperature = f"T {rows[0]['temperature']:g}" if "temperature" in rows[0] else ""
     panel.set(xlabel=plot.x.replace("_", " "), ylabel=y.replace("_", " "), title=temperature)
-    panel.legend(fontsize=7)

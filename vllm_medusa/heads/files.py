@@ -240,8 +240,8 @@ def _from_folder(fetch: Fetch, label: str) -> CheckpointFiles:
         reason = " ".join(str(failure).split())
         raise HeadsError(
             f"heads {label!r}: not a local folder, and the hub download failed "
-            f"({type(failure).__name__}: {reason}). Check the name and the connection, or "
-            "download them and pass the folder"
+            f"({type(failure).__name__}: {reason}). Check the name and the connection, or download "
+            "the heads or drafter and pass the folder"
         ) from failure
     present = sorted(entry.name for entry in folder.iterdir()) if folder else []
     raise HeadsError(
@@ -284,7 +284,7 @@ def _open(path: Path) -> Iterator[tuple[Iterable[str], Callable[[str], Any]]]:
             if "packed" in (file.metadata() or {}):
                 raise HeadsError(
                     f"{path} holds packed int8 weights. Unpack them in a clone of vllm-medusa: "
-                    "python -m demo.packed FOLDER OUTPUT --target TARGET"
+                    f".venv/bin/python -m demo.packed {path.parent} OUTPUT --target TARGET"
                 )
             yield file.keys(), file.get_slice
     except SafetensorError as error:
