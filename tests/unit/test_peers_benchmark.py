@@ -27,6 +27,12 @@ def worker(**more):
     return peers_setup.worker(settings | {"weights": ""} | more, Path(), SILENT)
 
 
+@pytest.fixture(scope="module")
+def plain():
+    with worker() as started:
+        yield started
+
+
 @pytest.fixture
 def options(tmp_path):
     heads = Path(assets.HEADS)
@@ -56,10 +62,10 @@ def fake_vllm(arm, options, more):
     yield SimpleNamespace(run=run, pid=os.getpid(), version="fake")
 
 
-def test_a_child_process_generates_and_reports_its_steps():
+def test_a_child_process_generates_and_reports_its_steps(plain):
     ids = tuple(assets.code_prompts(0, 1)[0])
     prompts = [Prompt(0, 1, "0", token_ids=ids), Prompt(1, 2, "1", token_ids=ids)]
-    with worker() as plain, worker(knobs=LOOKUP) as drafting:
+    with worker(knobs=LOOKUP) as drafting:
         assert plain.version.startswith("transformers ")
         found = []
         for engine in (plain, drafting):
@@ -88,17 +94,16 @@ def test_a_failing_engine_says_why(tmp_path, monkeypatch):
         pass
 
 
-def test_answers_end_at_eos_and_at_the_limit():
-    with worker() as engine:
-        engine.sampling = Sampling(max_tokens=4)
-        prompt = Prompt(0, 1, "0", token_ids=(5,))
-        ended = engine._answer(prompt, [[7], [8, 1, 9]])
-        assert (ended.token_ids, ended.delivered) == ([7, 8, 1], [1, 2])
-        assert ended.finish_reason == "stop"
-        cut = engine._answer(prompt, [[7], [8, 9, 10, 11], [12]])
-        assert (cut.token_ids, cut.delivered) == ([7, 8, 9, 10], [1, 3])
-        with pytest.raises(ValueError, match="without EOS"):
-            engine._answer(prompt, [[7], [8]])
+def test_answers_end_at_eos_and_at_the_limit(plain):
+    plain.sampling = Sampling(max_tokens=4)
+    prompt = Prompt(0, 1, "0", token_ids=(5,))
+    ended = plain._answer(prompt, [[7], [8, 1, 9]])
+    assert (ended.token_ids, ended.delivered) == ([7, 8, 1], [1, 2])
+    assert ended.finish_reason == "stop"
+    cut = plain._answer(prompt, [[7], [8, 9, 10, 11], [12]])
+    assert (cut.token_ids, cut.delivered) == ([7, 8, 9, 10], [1, 3])
+    with pytest.raises(ValueError, match="without EOS"):
+        plain._answer(prompt, [[7], [8]])
 
 
 def test_rows_of_engines_that_can_and_cannot_run(options, monkeypatch):

@@ -45,7 +45,7 @@ def calibrate(
     if drafter_method(options.heads) is not None:
         raise CalibrationError(EAGLE.format(options.heads))
     info = peek_heads(options.heads)
-    if warning := match_target(info, options.model, heads=options.heads).warning:
+    if warning := match_target(info.files, options.model).warning:
         progress.warn(warning)
     config, fingerprint, _ = identify(options.model)
     records = _read(options, config, progress)

@@ -79,7 +79,7 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
         own = info.includes_base and Path(source).expanduser().is_dir()
         known = source if own else options.target
         if known is not None:
-            match = match_target(info, known, heads=source)
+            match = match_target(info.files, known)
             if not match.stored:
                 medusa["target"] = target_fingerprint(known)
             elif match.warning:

@@ -11,7 +11,7 @@ import torch
 
 from vllm_medusa.heads.eagle_tensors import LAYER_IDS, Layout, named_layers
 from vllm_medusa.heads.files import CheckpointFiles, Progress, find_checkpoint, find_target
-from vllm_medusa.heads.fingerprint import config_sizes
+from vllm_medusa.heads.fingerprint import config_sizes, of_target
 from vllm_medusa.heads.fit import NO, Check, Inspected, Verdict, compare
 from vllm_medusa.heads.model import HeadsError
 
@@ -34,6 +34,7 @@ class EagleInspection(Inspected):
             *("draft_vocab_size", "layers", "parameters"),
         ]
         found = {"source": self.source} | {key: getattr(self.drafter, key) for key in of_layout}
+        found["base_model"] = self.drafter.config.get("base_model_name_or_path")
         checks = [vars(check) for check in self.checks]
         return {**found, "damage": self.damage, "checks": checks, "fits": self.fits}
 
@@ -52,6 +53,8 @@ def inspect_eagle(
     files = find_checkpoint(source, revision)
     sizes = {} if target is None else config_sizes(find_target(target).config)
     found = inspect_drafter(files, sizes)
+    if target is not None:
+        found.checks.append(of_target(files, target))
     return replace(found, damage=files.find_damage(files.files, progress))
 
 

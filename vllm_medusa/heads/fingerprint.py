@@ -1,6 +1,6 @@
-"""A fingerprint of the target's weights that heads were trained for, cheap even for 70B parameters.
+"""A fingerprint of the weights that a drafter was trained for, cheap even for 70B parameters.
 
-Heads fit exactly the weights they were trained on, and sizes do not distinguish fine-tunes.
+A drafter fits exactly the weights it was trained on, and sizes do not distinguish fine-tunes.
 So samples of every matrix of every layer are hashed: 4 runs of 64 contiguous values, evenly spread
 (16 runs for tensors outside the layers, such as embeddings), without reading the rest of the file.
 
@@ -8,8 +8,7 @@ Covered: values (as fp32, so that a lossless change of dtype changes nothing), s
 layers, names from the layer's number on. Not covered: how weights are split into files and stored,
 tied tensors stored once or twice, buffers, heads in the same files, ``config.json``, the tokenizer.
 Not detected: changes between the samples, or in experts other than a layer's first four. Weights
-rounded to another dtype are "different", quantized
-ones "unknown" to `match_target`.
+rounded to another dtype are "different", quantized ones "unknown" to `match_target`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 
-from vllm_medusa.heads.checkpoint import HeadsInfo
 from vllm_medusa.heads.files import CheckpointFiles, find_target
+from vllm_medusa.heads.fit import NO, Check, Verdict
 from vllm_medusa.heads.model import HeadsError
 
 SCHEME = 1  # incremented when the digest of the same weights changes
@@ -58,11 +57,11 @@ def fingerprint_of(files: CheckpointFiles, *, seconds: float = math.inf) -> dict
 
 @dataclass(frozen=True)
 class TargetMatch:
-    """Whether a target is the one that heads were made for, with the ``reason``."""
+    """Whether a target is the one that a drafter was made for, with the ``reason``."""
 
     verdict: Literal["same", "different", "unknown"]
     reason: str
-    stored: bool = True  # whether the heads have a fingerprint
+    stored: bool = True  # whether the drafter has a fingerprint
 
     @property
     def warning(self) -> str | None:
@@ -71,34 +70,34 @@ class TargetMatch:
 
 
 def match_target(
-    info: HeadsInfo,
+    drafter: CheckpointFiles,
     target: str | Path,
     *,
     revision: str | None = None,
     seconds: float = math.inf,
-    heads: str | Path = "",
 ) -> TargetMatch:
-    """Compare the fingerprint stored with heads to a target's.
+    """Compare the fingerprint stored with heads or an EAGLE drafter to a target's.
 
-    ``heads`` is their name in messages. Nothing is raised: a target that can't be compared
-    (quantized, not downloaded, too slow to read within ``seconds``) is "unknown".
+    Nothing is raised: a target that can't be compared (quantized, not downloaded, too slow to read
+    within ``seconds``) is "unknown".
     """
-    name = f"The heads in {heads}" if heads else "The heads"
-    stored = info.medusa.get("target")
+    name = f"The drafter in {drafter.label}"
+    own = drafter.config.get("medusa")
+    stored = own.get("target") if isinstance(own, Mapping) else None
     if not isinstance(stored, Mapping) or not isinstance(stored.get("sha256"), str):
-        return TargetMatch("unknown", f"{name} do not have a fingerprint of their target.", False)
+        return TargetMatch("unknown", f"{name} has no fingerprint of its target.", False)
     try:
         if stored.get("scheme") != SCHEME:
-            raise HeadsError("their fingerprint was made by another version")
+            raise HeadsError("its fingerprint was made by another version")
         found = fingerprint_of(find_target(target, revision), seconds=seconds)
     except (HeadsError, OSError) as error:  # TimeoutError is an OSError
-        return TargetMatch("unknown", f"{name} were not compared with {target}: {error}.")
+        return TargetMatch("unknown", f"{name} was not compared with {target}: {error}.")
     if found["sha256"] == stored["sha256"]:
-        return TargetMatch("same", f"{name} were made for exactly these weights.")
+        return TargetMatch("same", f"{name} was made for exactly these weights.")
     if stored.get("quantization") != found["quantization"]:
         return TargetMatch(
             "unknown",
-            f"{name} were made for weights quantized by {stored.get('quantization')}; those of "
+            f"{name} was made for weights quantized by {stored.get('quantization')}; those of "
             f"{target} are quantized by {found['quantization']}. Whether the model is the same "
             "is unknown.",
         )
@@ -108,10 +107,17 @@ def match_target(
             reason = f"{size} is {found[size]}, not {stored[size]}"
     return TargetMatch(
         "different",
-        f"{name} were made for another target than {target} ({reason}). The output is correct, but "
-        "few draft tokens will be accepted: use the target they were trained on, or train heads "
-        "for this one.",
+        f"{name} was made for another target than {target} ({reason}). The output is correct, but "
+        "few draft tokens will be accepted: use the target that it was trained on, or train one "
+        "for this target.",
     )
+
+
+def of_target(drafter: CheckpointFiles, target: str | Path) -> Check:
+    """`match_target` as one of the checks of an inspection."""
+    match = match_target(drafter, target)
+    verdicts: dict[str, Verdict] = {"same": "fits", "different": NO, "unknown": "unknown"}
+    return Check("fingerprint", verdicts[match.verdict], match.reason)
 
 
 def config_sizes(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm_medusa.heads.checkpoint import HeadsInfo, peek_heads
 from vllm_medusa.heads.files import Progress, find_target
-from vllm_medusa.heads.fingerprint import config_sizes, match_target
-from vllm_medusa.heads.fit import NO, Check, Inspected, Verdict, fits
+from vllm_medusa.heads.fingerprint import config_sizes, of_target
+from vllm_medusa.heads.fit import NO, Check, Inspected, fits
 from vllm_medusa.heads.formats import TOKEN_MAP
 from vllm_medusa.tree import TokenTree, TreeError
 from vllm_medusa.tree.forms import read_tree
@@ -63,9 +63,7 @@ def inspect_heads(
     if target is not None:
         sizes = config_sizes(find_target(target).config)
         checks += fits(info, sizes["hidden_size"], sizes["vocab_size"])
-        match = match_target(info, target, heads=source)
-        verdicts: dict[str, Verdict] = {"same": "fits", "different": NO, "unknown": "unknown"}
-        checks.append(Check("fingerprint", verdicts[match.verdict], match.reason))
+        checks.append(of_target(info.files, target))
     damage = info.files.find_damage(info.names.values(), progress)
     if (ids := info.read_token_map()) is not None and ids.unique().numel() != ids.numel():
         damage.append(f"{info.names[TOKEN_MAP]!r} has a duplicate token")

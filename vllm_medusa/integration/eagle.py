@@ -25,7 +25,13 @@ from vllm_medusa.heads.files import find_checkpoint, is_drafter
 from vllm_medusa.heads.fit import NO
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration import compat
-from vllm_medusa.integration.options import CreateConfig, TreeSettings, absolute, merged
+from vllm_medusa.integration.options import (
+    CreateConfig,
+    TreeSettings,
+    absolute,
+    compare_targets,
+    merged,
+)
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 
 # vLLM's MTP modules that were tested
@@ -115,6 +121,7 @@ def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width:
             if (own := drafter_method(label)) not in (None, method):
                 raise MedusaConfigError(f'The drafter in {label} needs "method": "{own}".')
             raise MedusaConfigError(f"The drafter in {label}: {check.text}.")
+    compare_targets(files, model_config)
 
 
 def check_module(model_config: Any) -> None:

@@ -26,6 +26,7 @@ from vllm_medusa.config import (
     resolve_tree,
 )
 from vllm_medusa.heads.checkpoint import HeadsInfo, peek_heads
+from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.heads.fingerprint import match_target
 from vllm_medusa.heads.fit import require_fit
 from vllm_medusa.heads.model import HeadsError
@@ -212,7 +213,7 @@ def resolve(config: MedusaConfig, model_config: Any) -> TreeSettings:
             "heads."
         ) from None
     require_fit(info, model_config.get_hidden_size(), model_config.get_vocab_size())
-    _compare_targets(info, source, model_config)
+    compare_targets(info.files, model_config)
     vocab_size = info.draft_vocab_size or model_config.get_vocab_size()
     tree: TokenTree | DynamicTree
     if config.tree is None:
@@ -276,18 +277,17 @@ def merged(engine_args: Any) -> dict[str, Any]:
     return merged
 
 
-def _compare_targets(info: HeadsInfo, source: str, model_config: Any) -> None:
-    """Warn if the heads have the fingerprint of another target, or can't be compared.
+def compare_targets(drafter: CheckpointFiles, model_config: Any) -> None:
+    """Warn if heads or a drafter have the fingerprint of another target, or can't be compared.
 
     The weights in the target's files are compared: LoRA adapters and quantization by vLLM
     are ignored, and quantized files can't be distinguished.
     """
     match = match_target(
-        info,
+        drafter,
         model_config.model,
         revision=getattr(model_config, "revision", None),
         seconds=_SECONDS_TO_COMPARE,
-        heads=source,
     )
     if match.warning:
         show = compat.logger.warning if match.verdict == "different" else compat.logger.info

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from support.assets import HEADS, TARGET
 from support.eagle import Eagle3
 
-from vllm_medusa.heads.checkpoint import peek_heads
+from vllm_medusa.heads.checkpoint import peek_heads, update_config
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.offline.comparison import speculation
 from vllm_medusa.offline.engine import medusa_config
@@ -95,6 +95,11 @@ def test_eagle_3(command, tmp_path):
     ):
         code, out, _ = command("inspect", drafter, "--target", target(tmp_path / "t", **changes))
         assert code == 1 and word in out and "IT DOES NOT FIT" in out
+    trained = target_fingerprint(target(tmp_path / "t"))
+    for own, word in ((trained, "ok fingerprint"), (trained | {"sha256": "0"}, "NO fingerprint")):
+        update_config(tmp_path / "e", target=own)
+        code, out, _ = command("inspect", drafter, "--target", tmp_path / "t")
+        assert (code, word in out) == (int("NO" in word), True)
     file = tmp_path / "e" / "model.safetensors"
     save_file(load_file(file) | {"d2t": torch.full((200,), 400)}, file)
     code, out, _ = command("inspect", drafter, "--json")

@@ -167,7 +167,7 @@ def heads(tmp_path):
         write(folder / "model.safetensors", random_heads().spelled("vllm"))
         document = {} if stored is None else {"medusa": {"target": stored}}
         (folder / "config.json").write_text(json.dumps(document))
-        return peek_heads(folder)
+        return peek_heads(folder).files
 
     return make
 
@@ -179,9 +179,9 @@ def test_match(heads, tmp_path):
     silent = match_target(heads(), target)
     assert (silent.verdict, silent.warning) == ("unknown", None)
     tuned = weights() | {"model.norm.weight": torch.zeros(HIDDEN)}
-    other = match_target(heads(target), saved(tmp_path / "tuned", tuned), heads="H")
+    other = match_target(heads(target), saved(tmp_path / "tuned", tuned))
     assert other.verdict == "different"
-    assert "The heads in H were made for another target" in other.warning
+    assert f"The drafter in {tmp_path / 'heads'} was made for another target" in other.warning
     assert "fine-tune" in other.warning
     smaller = match_target(heads(target, num_layers=5, sha256="0"), target)
     assert "num_layers is 3, not 5" in smaller.warning
@@ -189,12 +189,12 @@ def test_match(heads, tmp_path):
 
 def test_failed_comparisons_are_reported(heads, tmp_path, monkeypatch):
     target = saved(tmp_path / "target", weights())
-    for info, place, words, options in (
+    for drafter, place, words, options in (
         (heads(target, scheme=99), target, "another version", {}),
         (heads(target), tmp_path / "absent", "no such folder", {}),
         (heads(target), target, "took longer than 0 s", {"seconds": 0}),
     ):
-        match = match_target(info, place, **options)
+        match = match_target(drafter, place, **options)
         assert match.verdict == "unknown"
         assert words in match.warning
     packed = weights() | {"model.layers.0.mlp.up_proj.qweight": torch.ones(8, 8).int()}

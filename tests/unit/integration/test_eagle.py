@@ -18,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.heads.model import HeadsError
+from vllm_medusa.integration import compat
 from vllm_medusa.integration.eagle import check_captured_layers
 from vllm_medusa.integration.eagle_trees import EagleTrees
 from vllm_medusa.integration.options import (
@@ -99,6 +100,18 @@ def test_the_engine_s_settings(
     assert has_trees(speculative) and speculative.method == "eagle3"
     assert made.parallel_config.worker_cls == V1_WORKER
     assert made.scheduler_config.scheduler_cls == EITHER_SCHEDULER
+
+
+def test_the_target_is_compared_with_that_of_the_training(
+    other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it has no weights; `heads.fingerprint` has the outcomes."""
+    said: list[str] = []
+    monkeypatch.setattr(compat.logger, "info", lambda text, *values: said.append(text % values))
+    other({})
+    assert not [text for text in said if "compared" in text]
+    other({"medusa": {"target": {"sha256": "0", "scheme": 1}}})
+    assert len([text for text in said if "was not compared with" in text]) == 1
 
 
 def test_without_a_tree_vllms_path_is_used(target: str, drafter: Path) -> None:

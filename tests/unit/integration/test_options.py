@@ -68,7 +68,7 @@ def test_a_warning_for_another_target_and_info_if_not_comparable(heads, target, 
     write(target / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": torch.zeros(4, 8)})
     ((level, message),) = said(heads, target)
     assert level == "WARNING"
-    assert all(x in message for x in ("were made for another target", heads, str(target)))
+    assert all(x in message for x in ("was made for another target", heads, str(target)))
     quantized = TARGET | {"quantization_config": {"quant_method": "awq"}}
     packed = {"model.layers.0.mlp.up_proj.qweight": torch.ones(4, 8).int()}
     write(target / "model.safetensors", packed, quantized)
