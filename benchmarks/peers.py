@@ -160,6 +160,8 @@ def peers(options: PeersOptions, eos: list[int], progress: Progress) -> Iterator
     yield vllm("EAGLE-3 chain", arm_of(options.drafter, "stock", options.chain))
     for each in (options.drafter, *options.others):
         yield vllm(f"this plugin, {each.name}", arm_of(each, "automatic", 0))
+    both = arm_of(options.drafter, "automatic+lookup", 0)
+    yield vllm(f"this plugin, {options.drafter.name} and lookup", both)
     config = {"method": "medusa", "lookup": True, "budget": "auto"}
     yield vllm("this plugin, lookup", Arm("lookup", config))
 
