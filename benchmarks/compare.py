@@ -7,21 +7,20 @@
 These are one benchmark with different defaults (`runner.CASES`). With --rounds 0 nothing is timed:
 tokens per step depend only on the texts, so other load on the machine does not matter; values after
 +- are standard errors over prompts. With --waves 3 a turn has three answers per batch slot: when an
-answer has ended, the next request takes its slot, as in a server. Each answer then has its own
-length, 0.5 to 1.5 of --max-tokens, because answers of equal length end together only in plain vLLM.
+answer has ended, the next request takes its slot, as in a server, and each answer has its own
+length (`engines.UnevenAnswer`).
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from benchmarks.case import Case, Plot, Row
-from benchmarks.engines import SAMPLED_STOCK, WHY, Arm, EngineOptions, compare
+from benchmarks.engines import SAMPLED_STOCK, WHY, Arm, EngineOptions, UnevenAnswer, compare
 from benchmarks.report import table
 from demo import packed
 from vllm_medusa.calibration import CalibrationError
@@ -31,7 +30,7 @@ from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.heads.eagle import drafter_method
 from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.job import Progress
-from vllm_medusa.offline.batch import Conversation, Engine, Request
+from vllm_medusa.offline.batch import Conversation
 from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.options import Positive, option
 
@@ -75,19 +74,6 @@ def with_defaults(**defaults: Any) -> type[CompareOptions]:
     return type(
         "CompareOptions", (CompareOptions,), {"__module__": __name__, **annotations, **body}
     )
-
-
-@dataclass
-class UnevenAnswer(Conversation):
-    """A prompt whose answer has at most 0.5 to 1.5 times ``mean`` tokens, by its index."""
-
-    mean: int = 2
-
-    def next_request(self, engine: Engine) -> Request:
-        """See `vllm_medusa.offline.batch.Session`."""
-        draw = random.Random(self.prompt.index)
-        length = draw.randint(max(1, self.mean // 2), self.mean + self.mean // 2)
-        return replace(super().next_request(engine), options={"max_tokens": length})
 
 
 def run(options: CompareOptions, progress: Progress) -> Iterator[Row]:

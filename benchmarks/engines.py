@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import os
+import random
 import re
 import statistics
 import sys
@@ -30,7 +31,7 @@ import numpy as np
 from benchmarks.case import ROOT, Row
 from demo import packed, smollm2
 from vllm_medusa.job import Progress
-from vllm_medusa.offline.batch import Conversation, Result
+from vllm_medusa.offline.batch import Conversation, Engine, Request, Result
 from vllm_medusa.offline.engine import Sampling
 from vllm_medusa.offline.in_turn import Difference, InTurn, Timed, run_in_turn
 from vllm_medusa.offline.process import EngineProcess
@@ -106,6 +107,27 @@ class EngineOptions(Options):
         """The prompts of all tasks, each with a unique index."""
         found = [prompt for own in self.tasks().values() for prompt in own]
         return [replace(prompt, index=index) for index, prompt in enumerate(found)]
+
+
+def answer_limit(prompt: Prompt, mean: int) -> int:
+    """0.5 to 1.5 times ``mean`` tokens, by the prompt's index."""
+    return random.Random(prompt.index).randint(max(1, mean // 2), mean + mean // 2)
+
+
+@dataclass
+class UnevenAnswer(Conversation):
+    """A prompt whose answer has at most `answer_limit` tokens.
+
+    Answers of equal length end together only in plain vLLM, which then has full batches and fewer
+    steps with a prefill than drafts, a server or texts that end by themselves.
+    """
+
+    mean: int = 2
+
+    def next_request(self, engine: Engine) -> Request:
+        """See `vllm_medusa.offline.batch.Session`."""
+        limit = answer_limit(self.prompt, self.mean)
+        return replace(super().next_request(engine), options={"max_tokens": limit})
 
 
 @dataclass(frozen=True)

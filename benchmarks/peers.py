@@ -4,8 +4,9 @@
 
 All engines run the same target on the same prompts (token ids) and cores, and stop at the same
 tokens. The methods of one engine are started together and take turns of --waves answers per batch
-slot: when an answer has ended, the next request takes its slot, as in a server. ``ratio`` compares
-each with the engine's plain decoding, round by round. The engines follow one another: their tokens
+slot: when an answer has ended, the next request takes its slot, as in a server. Each answer has its
+own length (`engines.UnevenAnswer`). ``ratio`` compares each with the engine's plain decoding, round
+by round. The engines follow one another: their tokens
 per second are comparable only on an idle machine.
 
 Answers equal to the engine's plain ones are counted; in low precision near-ties are resolved
@@ -24,7 +25,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -44,6 +45,7 @@ from benchmarks.engines import (
     Arm,
     ArmSampling,
     EngineOptions,
+    UnevenAnswer,
     largest_gap,
     tau_numbers,
     time_numbers,
@@ -146,7 +148,7 @@ def peers(options: PeersOptions, eos: list[int], progress: Progress) -> Iterator
     def vllm(method: str, arm: Arm | None, missing: str = "") -> Peer:
         assert arm is not None
         greedy = SAMPLED_STOCK if arm.stock else ""
-        start = partial(vllm_engine, arm, options, _KV)
+        start = partial(uneven, arm, options)
         return Peer("vLLM", method, start, greedy, missing=missing)
 
     yield vllm("plain", PLAIN)
@@ -176,6 +178,14 @@ def peers(options: PeersOptions, eos: list[int], progress: Progress) -> Iterator
                 greedy, settings["drafter"] = _GREEDY, str(options.drafter)
             start = partial(worker, settings, options.environments.expanduser(), progress)
             yield Peer(name, method, start, greedy, single)
+
+
+@contextmanager
+def uneven(arm: Arm, options: PeersOptions) -> Iterator[Any]:
+    """A started vLLM whose answers are of different lengths, as those of the other engines."""
+    with vllm_engine(arm, options, _KV) as process:
+        process.session = partial(UnevenAnswer, mean=options.max_tokens)
+        yield process
 
 
 def others(options: PeersOptions) -> Iterator[tuple[str, str, str, dict[str, Knobs]]]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from benchmarks.engines import ArmSampling
+from benchmarks.engines import ArmSampling, answer_limit
 from vllm_medusa.convert.job import convert
 from vllm_medusa.convert.options import ConvertOptions
 from vllm_medusa.files import digest_json, fingerprint, new_folder, new_path, read_json
@@ -91,7 +91,7 @@ class Worker:
             {
                 "prompts": [prompt.token_ids for prompt in prompts],
                 "seeds": [(seed or 0) + prompt.index for prompt in prompts],
-                "max_tokens": self.sampling.max_tokens,
+                "limits": [answer_limit(prompt, self.sampling.max_tokens) for prompt in prompts],
                 "temperature": self.sampling.temperature,
                 "concurrency": concurrency,
             }
@@ -101,9 +101,10 @@ class Worker:
 
     def _answer(self, prompt: Prompt, steps: list[list[int]]) -> Answer:
         """An answer up to its first EOS token or the limit, as vLLM counts it."""
-        ids = list(chain.from_iterable(steps))[: self.sampling.max_tokens]
+        limit = answer_limit(prompt, self.sampling.max_tokens)
+        ids = list(chain.from_iterable(steps))[:limit]
         ends = [n for n, token in enumerate(ids, start=1) if token in self._eos]
-        if not ends and len(ids) < self.sampling.max_tokens:
+        if not ends and len(ids) < limit:
             raise ValueError(f"an answer ended after {len(ids)} tokens without EOS")
         ids = ids[: ends[0]] if ends else ids
         totals = [min(total, len(ids)) for total in accumulate(map(len, steps), initial=0)]

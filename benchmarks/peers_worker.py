@@ -6,8 +6,10 @@ or file; "dtype", a name in torch; "eos", the ids that end an answer; "knobs", t
 options of speculation; and what one engine needs. The reply is {"version": text}. Later lines are
 groups of requests:
 
-    {"prompts": [[id, ...], ...], "seeds": [int, ...], "concurrency": 4, "max_tokens": 64,
+    {"prompts": [[id, ...], ...], "seeds": [int, ...], "limits": [int, ...], "concurrency": 4,
      "temperature": 0.7}
+
+"limits" are max tokens.
 
 The reply has {"seconds": float, "answers": ...}: for each prompt, the token ids of each step, the
 prefill first. A reply {"error": text} says why there are none.
@@ -26,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 Steps = list[list[int]]  # token ids of each step of one answer
-Requests = list[tuple[list[int], int]]  # prompts and seeds
+Requests = list[tuple[list[int], int, int]]  # prompts, seeds, and max tokens
 HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's names
 
 
@@ -43,19 +45,18 @@ class Transformers:
         self.model: Any = AutoModelForCausalLM.from_pretrained(settings["target"], dtype=dtype)
         self.version = f"transformers {metadata.version('transformers')}, {settings['dtype']}"
 
-    def generate(
-        self, requests: Requests, concurrency: int, max_tokens: int, temperature: float
-    ) -> Iterator[Steps]:
+    def generate(self, requests: Requests, concurrency: int, temperature: float) -> Iterator[Steps]:
         """The steps of each answer, one answer after the other, whatever the concurrency."""
         from transformers import GenerationConfig
 
         how = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         how |= {"eos_token_id": self.eos, "pad_token_id": self.eos[0], **self.knobs}
-        config = GenerationConfig(max_new_tokens=max_tokens, do_sample=temperature > 0, **how)
+        config = GenerationConfig(do_sample=temperature > 0, **how)
         received: list[Any] = []
         streamer: Any = SimpleNamespace(put=received.append, end=lambda: None)
-        for prompt, seed in requests:
+        for prompt, seed, limit in requests:
             received.clear()
+            config.max_new_tokens = limit
             self.torch.manual_seed(seed)
             ids = self.torch.tensor([prompt])
             mask = self.torch.ones_like(ids)
@@ -95,18 +96,16 @@ class OpenVino:
         self.pipeline: Any = pipeline(settings["target"], scheduler, "CPU", own | more)
         self.version = f"OpenVINO GenAI {metadata.version('openvino-genai')}, {hint}"
 
-    def generate(
-        self, requests: Requests, concurrency: int, max_tokens: int, temperature: float
-    ) -> list[Steps]:
+    def generate(self, requests: Requests, concurrency: int, temperature: float) -> list[Steps]:
         """The steps of all answers; ``concurrency`` requests run at a time."""
         waiting = list(enumerate(requests))[::-1]
         running: dict[int, Any] = {}  # handles by request
         answers = [Steps() for _ in requests]
         while waiting or running:
             while waiting and len(running) < concurrency:
-                place, (prompt, seed) = waiting.pop()
+                place, (prompt, seed, limit) = waiting.pop()
                 how = {"temperature": temperature, "rng_seed": seed} if temperature else {}
-                how |= {"max_new_tokens": max_tokens, "do_sample": temperature > 0, **self.knobs}
+                how |= {"max_new_tokens": limit, "do_sample": temperature > 0, **self.knobs}
                 config = self.genai.GenerationConfig(**how)
                 config.stop_token_ids = set(self.eos)
                 ids = self.tensor(self.numpy.array([prompt], dtype=self.numpy.int64))
@@ -153,18 +152,16 @@ class LlamaCpp:
 
         self.llama.eval = counted
 
-    def generate(
-        self, requests: Requests, concurrency: int, max_tokens: int, temperature: float
-    ) -> Iterator[Steps]:
+    def generate(self, requests: Requests, concurrency: int, temperature: float) -> Iterator[Steps]:
         """The steps of each answer, one answer after the other, whatever the concurrency."""
         how = {"temp": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        for prompt, seed in requests:
+        for prompt, seed, limit in requests:
             self.steps = []
             self.llama.reset()  # no prefix is kept
             self.llama.set_seed(seed)
             for count, token in enumerate(self.llama.generate(prompt, **how), start=1):
                 self.steps[-1].append(token)
-                if token in self.eos or count == max_tokens:
+                if token in self.eos or count == limit:
                     break
             yield self.steps
 
@@ -183,7 +180,8 @@ def main() -> None:
         print(json.dumps({"version": engine.version}), file=replies)
         for line in sys.stdin:
             how = json.loads(line)
-            requests = list(zip(how.pop("prompts"), how.pop("seeds"), strict=True))
+            parts = (how.pop(name) for name in ("prompts", "seeds", "limits"))
+            requests = list(zip(*parts, strict=True))
             start = time.perf_counter()
             answers = list(engine.generate(requests, **how))
             found = {"seconds": time.perf_counter() - start, "answers": answers}

@@ -90,11 +90,18 @@ def query_norm_left_out(patch: Patch, llm: LLM) -> None:
     patch.setattr(norm, "weight", nn.Parameter(torch.ones_like(norm.weight)))
 
 
+def masks_without_state(patch: Patch, llm: LLM) -> None:
+    drafter, _ = parts(llm)
+    token, state = drafter.mask
+    patch.setattr(drafter, "mask", (token, torch.zeros_like(state)))
+
+
 CASES: dict[str, tuple[Callable[[Eagle3], None], Callable[[Patch, LLM], None]]] = {
     "EAGLE-3.1": (as_of_speculators, norms_left_out),
     "window": (with_window, window_ignored),
     "last_state": (Eagle3.read_last, earlier_states),
     "Qwen3": (Eagle3.like_qwen3, query_norm_left_out),
+    "P-EAGLE": (Eagle3.draft_in_parallel, masks_without_state),
 }
 
 
@@ -160,7 +167,8 @@ def test_exact(case: Case, plain: Any, monkeypatch: Patch, name: str) -> None:
         max_num_batched_tokens=96,
         enable_prefix_caching=True,
     ) as llm:
-        assert parameters(llm) == {*Layout.read(find_checkpoint(case.folder)).tensors()} - {"t2d"}
+        tensors = Layout.read(find_checkpoint(case.folder)).tensors()
+        assert parameters(llm) == {*tensors} - {"t2d", "mask_hidden"}
         some = slice(sized(8, 3))
         assert run(case, llm, plain, every=sized(4, 2), some=some) > 20
         assert metric(llm, "prefix_cache_hits") > 0
@@ -175,7 +183,7 @@ def test_exact(case: Case, plain: Any, monkeypatch: Patch, name: str) -> None:
                 run(case, llm, plain, every=2, some=slice(2))
 
 
-@pytest.mark.parametrize("case", ["EAGLE-3.1", "window"], indirect=True)
+@pytest.mark.parametrize("case", ["EAGLE-3.1", "window", "P-EAGLE"], indirect=True)
 def test_chains_are_exact(case: Case, plain: Any) -> None:
     """A chain's levels use vLLM's own attention.
 

@@ -1,6 +1,6 @@
 """Drafts that share the noise of the target's draws: more are accepted, and no token changes.
 
-Distributions of requests without a seed: `test_unseeded`. On V2 both files run in
+Distributions of requests without a seed: `test_unseeded`. On V2 this file runs in
 `test_sampling_on_v2`.
 """
 

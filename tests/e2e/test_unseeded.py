@@ -1,7 +1,8 @@
 """Without seeds: the tokens emitted together in a step follow the target's joint distribution.
 
 Pearson's statistic over all strings of three tokens, against exact probabilities from the
-target. The drafts come from heads that resemble the target, so most steps accept.
+target. The drafts come from heads that resemble the target, so most steps accept. Not on V2, which
+gives requests without a seed a random one: seeded ones equal plain vLLM's there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 from support.chi_square import UNLIKELY, deviations
 from support.engines import complete, engine, medusa
 from support.models import save_model, save_random_heads
-from support.runner import sized
 from support.spies import mean_accepted, recorded_steps
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -24,9 +24,9 @@ from vllm import LLM, SamplingParams
 
 pytestmark = pytest.mark.engine
 
-V = sized(8, 5)
-SAMPLES = sized(4000, 400)
-SPREAD = sized(0.12, 0.16)  # of the target's weights: so few samples detect a wrong temperature
+V = 8
+SAMPLES = 4000
+SPREAD = 0.12  # of the target's weights
 PROMPT = [3, 1, 0, 3, 2]
 TREE = {"dense": [3, 2]}
 

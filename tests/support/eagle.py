@@ -100,11 +100,13 @@ class Eagle3(nn.Module):
         window: of its attention.
         rope_factor: by which positions are divided (RoPE's type "linear").
         reads_last: it reads the target's last hidden state, without ``fc``.
+        mask_token: of the entries for deeper levels, for P-EAGLE.
 
     """
 
     norm_output = norm_before_residual = reads_last = False
     window: int | None = None
+    mask_token: int | None = None
     rope_factor = 1.0
 
     def __init__(
@@ -165,6 +167,11 @@ class Eagle3(nn.Module):
         self.reads_last, self.layers = True, []
         del self.fc
 
+    def draft_in_parallel(self) -> None:
+        """Make it P-EAGLE, with a random state for deeper levels."""
+        self.mask_token = 5
+        self.mask_hidden = nn.Parameter(torch.randn(1, self.fc.in_features))
+
     def combine(self, features: Tensor) -> Tensor:
         """The layer's input from the target's hidden states: [..., 3H] -> [..., H]."""
         if self.reads_last:
@@ -218,6 +225,10 @@ class Eagle3(nn.Module):
 
         """
         states = self.combine(features)
+        if self.mask_token is not None:  # only the path's length matters
+            tokens = torch.cat([tokens, torch.full((len(path),), self.mask_token)])
+            masks = self.combine(self.mask_hidden).expand(len(path), -1)
+            states, path = torch.cat([states, masks]), ()
         normed, hidden, cache = self.step(tokens[None], states[None])
         for token in path:
             tokens = torch.cat([tokens, torch.tensor([token])])
@@ -255,6 +266,7 @@ class Eagle3(nn.Module):
             "fc_norm": bool(self.fc_norm) or None,
             "norm_output": self.norm_output or None,
             "norm_before_residual": self.norm_before_residual or None,
+            "mask_token_id": self.mask_token,
             "sliding_window": self.window,
             "layer_types": None if self.window is None else ["sliding_attention"],
             "dtype": "float32",

@@ -58,6 +58,7 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
     """Record the trees of every n-th step that drafts; level by level, without the kernel."""
     kept: list[Grown] = []
     draft, expand = EagleTrees.draft, eagle_trees._Branches.expand
+    marginals = eagle_trees._Levels.marginals
     latest: list[Grown] = []
     count = 0
 
@@ -87,6 +88,15 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
         latest[0].levels.append((tokens.clone(), parents.clone(), choices))
         return choices
 
+    def all_levels(self: Any, depth: int, width: int) -> Choices:
+        choices = marginals(self, depth, width)
+        one = choices.token_ids.new_zeros((len(choices.token_ids), 1))
+        for level in range(depth):
+            own = slice(level, level + 1)
+            own_choices = Choices(choices.token_ids[:, own], choices.log_confidence[:, own])
+            latest[0].levels.append((one, one, own_choices))
+        return choices
+
     def noting(request: Drafted) -> None:
         if latest and request.row == latest[0].row:
             latest.pop().request = request
@@ -94,6 +104,7 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
     with pytest.MonkeyPatch.context() as patch, after_drafting(noting):
         patch.setattr(EagleTrees, "draft", growing)
         patch.setattr(eagle_trees._Branches, "expand", expanding)
+        patch.setattr(eagle_trees._Levels, "marginals", all_levels)
         yield kept
 
 

@@ -12,6 +12,7 @@ from support import assets
 from support.fake_engine import FakeEngine
 
 from benchmarks import peers, peers_setup
+from benchmarks.engines import answer_limit
 from benchmarks.peers import PeersOptions
 from vllm_medusa.job import SILENT, JobFailed
 from vllm_medusa.offline.batch import run_batch
@@ -96,7 +97,8 @@ def test_a_failing_engine_says_why(tmp_path, monkeypatch):
 
 def test_answers_end_at_eos_and_at_the_limit(plain):
     plain.sampling = Sampling(max_tokens=4)
-    prompt = Prompt(0, 1, "0", token_ids=(5,))
+    prompts = (Prompt(index, 1, "0", token_ids=(5,)) for index in range(99))
+    prompt = next(each for each in prompts if answer_limit(each, 4) == 4)
     ended = plain._answer(prompt, [[7], [8, 1, 9]])
     assert (ended.token_ids, ended.delivered) == ([7, 8, 1], [1, 2])
     assert ended.finish_reason == "stop"

@@ -103,14 +103,20 @@ def doubtful_layers(config: Mapping[str, Any]) -> str:
     )
 
 
-def drafter_method(source: str | Path | None) -> str | None:
-    """The method of an EAGLE drafter in a local folder; None for anything else, also hub names."""
-    if source is None or not Path(source).expanduser().is_dir():
-        return None
+def drafter_method(source: str | Path, revision: str | None = None) -> str | None:
+    """The method of an EAGLE drafter, downloaded first if on the hub; None for anything else."""
     try:
-        return Layout.read(find_checkpoint(source)).method
+        return Layout.read(find_checkpoint(source, revision)).method
     except (HeadsError, OSError):
         return None
+
+
+def mask_entry(source: str | Path, revision: str | None = None) -> tuple[int, torch.Tensor]:
+    """The token and the state [features] of P-EAGLE's entries for deeper levels."""
+    files = find_checkpoint(source, revision)
+    layout = Layout.read(files)
+    ((_, state),) = files.tensors([layout.names["mask_hidden"]])
+    return layout.mask_token, state.flatten()
 
 
 def default_layers(num_layers: int) -> list[int]:

@@ -20,6 +20,7 @@ from vllm_medusa.heads.model import HeadsError
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MIN_WINDOW = 64  # tokens of plain steps wait in the window for the drafter, at most 32
 P_EAGLE = "P-EAGLE"
+_MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # keys that vLLM reads, in its order
 _COUNTS = (
     "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "intermediate_size", "draft_vocab_size", "target_hidden_size", "sliding_window",
@@ -39,6 +40,9 @@ _MODULES = {  # architecture, by vLLM's rules -> the layer's kind
     "Eagle3Qwen2_5vlForCausalLM": "llama",
     "Eagle3Qwen3vlForCausalLM": "llama",
     "Eagle3Qwen3ForCausalLM": "qwen3",
+    "PEagleDraftModel": "llama",
+    "PeagleLlamaForCausalLM": "llama",
+    "PeagleQwen3ForCausalLM": "qwen3",
 }
 _REMEDIES = {  # part of a surplus tensor's name ("$": its end) -> what to do
     "fc_norm.": 'If it was trained with these norms, set "fc_norm": true at the top level of its '
@@ -95,6 +99,8 @@ class Layout:
         config, names = files.config, bare_names(files)
         specs = files.specs(names.values())
         shapes = {name: specs[stored].shape for name, stored in names.items()}
+        if "mask_hidden" in shapes:  # vLLM reads it flat
+            shapes["mask_hidden"] = (math.prod(shapes["mask_hidden"]),)
         flat = flat_config(config)
         _check_types(files.label, flat, config.get("architectures"))
         hidden: Any = flat.get("hidden_size")
@@ -114,6 +120,7 @@ class Layout:
             method = "eagle" if first and "lm_head.weight" not in shapes else "eagle3"
         architecture, module = _module(config, method)
         parallel = "mask_hidden" in shapes or "peagle" in architecture.lower()
+        parallel |= any(flat.get(key) is not None for key in _MASK_TOKENS)
         eagle3 = method == "eagle3"
         fc_norm = eagle3 and bool(flat.get("fc_norm"))
         kind = "EAGLE-3.1" if fc_norm or flat.get("norm_output") else "EAGLE-3"
@@ -149,6 +156,12 @@ class Layout:
         return named_layers(self.config) if self.reads_layers else None
 
     @property
+    def mask_token(self) -> Any:
+        """The token of P-EAGLE's entries for deeper levels; None if the config has none."""
+        given = (self.config.get(key) for key in _MASK_TOKENS)
+        return next((token for token in given if token is not None), None)
+
+    @property
     def parameters(self) -> int:
         """Number of weights."""
         maps = ("d2t", "t2d")
@@ -181,6 +194,8 @@ class Layout:
             found["fc.weight"] = Expected((hidden, 2 * hidden))
         elif not self.reads_last:
             found["fc.weight"] = Expected((hidden, inputs))
+            if self.kind == P_EAGLE:
+                found["mask_hidden"] = Expected((inputs,))
             if self.norm_before_fc:
                 found["input_norm.weight"] = Expected((inputs,))
             for state in range(self.num_states if self.fc_norm else 0):
@@ -230,13 +245,19 @@ class Layout:
 
     def refusals(self) -> Iterator[str]:
         """Reasons why it can't be served with trees on any target, with remedies."""
-        types = self.config.get("layer_types") or ()
-        if self.kind == P_EAGLE:
+        types, mask = self.config.get("layer_types") or (), self.mask_token
+        if self.kind == P_EAGLE and not (type(mask) is int and 0 <= mask < self.vocab_size):
             yield (
-                "it drafts all levels in parallel (P-EAGLE), which trees do not support. Omit "
-                '"tree" to use vLLM\'s own chains'
+                "it drafts all levels in parallel (P-EAGLE), but the mask token in its config.json "
+                f"({', '.join(_MASK_TOKENS)}) is {mask}. Set mask_token_id to the one that it was "
+                "trained with"
             )
-        elif self.module is None:
+        if self.kind == P_EAGLE and self.reads_last:
+            yield (
+                "it drafts all levels in parallel (P-EAGLE) from the target's last hidden state "
+                "alone, which vLLM does not support. Use another drafter"
+            )
+        if self.module is None:
             known = ", ".join(sorted(_MODULES))
             yield (
                 f"its architecture is {self.architecture}; trees support only {known}. Correct its "
@@ -275,7 +296,7 @@ class Layout:
 
     def problems(self) -> Iterator[str]:
         """Tensors that are absent, surplus or of another shape, each with a remedy."""
-        if self.kind == P_EAGLE or self.module is None:
+        if self.module is None:
             return
         expected = self.tensors()
         for name, (shape, required) in expected.items():

@@ -233,7 +233,7 @@ def _from_folder(fetch: Fetch, label: str) -> CheckpointFiles:
             folder = fetch(["config.json", candidate])
         except (OSError, ValueError) as error:  # what huggingface_hub raises, offline or not
             failure = error
-            continue
+            break
         if (folder / candidate).is_file():
             return _from_file(folder / candidate, fetch, label)
     if failure is not None:

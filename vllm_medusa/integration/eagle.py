@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from vllm.config import SpeculativeConfig
@@ -21,6 +22,7 @@ from vllm_medusa.heads.eagle import (
     inspect_drafter,
     named_layers,
 )
+from vllm_medusa.heads.eagle_tensors import P_EAGLE, Layout
 from vllm_medusa.heads.files import find_checkpoint, is_drafter
 from vllm_medusa.heads.fit import NO
 from vllm_medusa.heads.model import HeadsError
@@ -32,7 +34,7 @@ from vllm_medusa.integration.options import (
     compare_targets,
     merged,
 )
-from vllm_medusa.tree.dynamic import Beam, DynamicTree
+from vllm_medusa.tree.dynamic import Beam, DynamicTree, widest_pool
 
 # vLLM's MTP modules that were tested
 MTP_MODULES = ("MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "DeepSeekMTPModel")
@@ -48,7 +50,10 @@ def config_of_eagle(
     tree, beam = config.grown, beam_of(config.grown)
     revision = config.revision
     if isinstance(config, EagleConfig):
-        check_checkpoint(config, method, model_config, beam.width)
+        layout = check_checkpoint(config, method, model_config, beam.width)
+        if layout.kind == P_EAGLE:
+            tree = parallel_tree(tree, lookup=config.lookup)
+            beam = beam_of(tree)
     else:
         check_module(model_config)
         revision = model_config.revision
@@ -82,8 +87,8 @@ def config_of_eagle(
     return options, speculative
 
 
-def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width: int) -> None:
-    """Refuse a drafter for another target, or an untested one."""
+def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width: int) -> Layout:
+    """Return a drafter's layout; refuse one for another target, or an untested one."""
     target = {
         "hidden_size": model_config.get_hidden_size(),
         "vocab_size": model_config.get_vocab_size(),
@@ -93,7 +98,7 @@ def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width:
     try:
         files = find_checkpoint(label, config.revision)
         if not is_drafter(files):
-            if drafter_method(model_config.model):
+            if Path(model_config.model).is_dir() and drafter_method(model_config.model):
                 raise HeadsError(
                     f"The model, {model_config.model}, is an EAGLE drafter, but {label} is not. "
                     "Swap them"
@@ -118,10 +123,11 @@ def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width:
                 "trained for this one."
             )
         if check.verdict == NO:
-            if (own := drafter_method(label)) not in (None, method):
+            if (own := drafter_method(label, config.revision)) not in (None, method):
                 raise MedusaConfigError(f'The drafter in {label} needs "method": "{own}".')
             raise MedusaConfigError(f"The drafter in {label}: {check.text}.")
     compare_targets(files, model_config)
+    return found.drafter
 
 
 def check_module(model_config: Any) -> None:
@@ -158,10 +164,19 @@ def scratch_of(beam: Beam) -> int:
     return sum(map(beam.width_at, range(1, beam.depth)))
 
 
+def parallel_tree(tree: DynamicTree, *, lookup: bool) -> DynamicTree:
+    """The tree of a P-EAGLE drafter, whose levels are independent: a pool instead of a beam."""
+    beam = beam_of(tree)
+    pool = widest_pool(beam.depth, beam.choices)
+    return DynamicTree(pool, tree.num_nodes if lookup else min(tree.num_nodes, pool.num_nodes))
+
+
 def beam_of(tree: Any) -> Beam:
-    """The beam of a drafter with a KV cache."""
-    assert isinstance(tree, DynamicTree) and isinstance(tree.pool, Beam)
-    return tree.pool
+    """The beam of a drafter with a KV cache; P-EAGLE runs one entry per level."""
+    assert isinstance(tree, DynamicTree)
+    if isinstance(tree.pool, Beam):
+        return tree.pool
+    return Beam(1, max(tree.pool.head_widths), tree.max_depth)
 
 
 def reads_layers(speculative: Any) -> bool:
@@ -202,8 +217,11 @@ def unsupported_by_eagle(config: Any) -> Iterator[str]:
         config.parallel_config,
         config.scheduler_config,
     )
-    beam = beam_of(TreeSettings.of(config).tree)
+    tree = TreeSettings.of(config).tree
+    assert isinstance(tree, DynamicTree)
+    beam, in_one_pass = beam_of(tree), not isinstance(tree.pool, Beam)
     scratch = scratch_of(beam)
+    width = max(scratch, 1) if in_one_pass else beam.width
     if parallel.data_parallel_size > 1 and model.is_moe:
         yield (
             f"data_parallel_size is {parallel.data_parallel_size}: replicas of a mixture of "
@@ -213,12 +231,13 @@ def unsupported_by_eagle(config: Any) -> Iterator[str]:
         yield "prompt embeddings have no token ids, which EAGLE and MTP read. Disable them."
     if model.is_multimodal_model or model.uses_mrope:
         yield f"{model.model} is multimodal, which trees of EAGLE or MTP do not support yet."
-    rows, maximum = scheduler.max_num_seqs * beam.width, scheduler.max_num_batched_tokens
+    rows, maximum = scheduler.max_num_seqs * width, scheduler.max_num_batched_tokens
     if rows > maximum:
         yield (
-            f"a level of {scheduler.max_num_seqs} requests (max_num_seqs) with {beam.width} nodes "
-            f"each has {rows} rows; a step has at most {maximum} (max_num_batched_tokens). Lower "
-            "max_num_seqs or the tree's width, or raise max_num_batched_tokens."
+            f"a pass of {scheduler.max_num_seqs} requests (max_num_seqs) with {width} entries each "
+            f"has {rows} rows; a step has at most {maximum} (max_num_batched_tokens). Lower "
+            f"max_num_seqs or the tree's {'depth' if in_one_pass else 'width'}, or raise "
+            "max_num_batched_tokens."
         )
     if config.num_lookahead_tokens < scratch or scratch >= model.max_model_len:
         yield (

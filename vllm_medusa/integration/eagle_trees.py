@@ -13,6 +13,10 @@ deferred and processed together (`PendingTokens`).
     slots    | exact, up to the token before x ............ | scratch: level 1 | level 2 | ...
     tokens     t1 t2 ... x (drawn last)                       k nodes            k nodes
 
+A P-EAGLE drafter (https://arxiv.org/abs/2602.01469) needs one pass for all levels: each level below
+the first has one entry, of a mask token and a learned state, so its choices do not depend on the
+branch (`_Levels`).
+
 An MTP module differs in two ways: one state is both the input of its LM head and of its next step
 (except DeepSeek's), and it computes logits itself (it may norm the state first). vLLM's module
 norms its inputs.
@@ -33,18 +37,21 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_medusa.heads.eagle import mask_entry
 from vllm_medusa.heads.files import is_finite
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration.accepted_paths import NO_SLOT, AcceptedPaths, Tokens
 from vllm_medusa.integration.eagle import scratch_of
 from vllm_medusa.integration.eagle_kernel import EntryLayer, eagle_cache, eagle_weights, entry_layer
+from vllm_medusa.integration.options import TreeSettings
 from vllm_medusa.noise import LevelNoise, Noise, Stream
 from vllm_medusa.proposer.beam import beam_call
-from vllm_medusa.proposer.build import build_tree
+from vllm_medusa.proposer.build import build_tree, tensors_on
 from vllm_medusa.proposer.choices import Choices, read_choices
 from vllm_medusa.proposer.eagle import MAX_ROWS, EagleBeam, EagleCache
+from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.draft_trees import DraftTrees
-from vllm_medusa.tree.dynamic import Beam
+from vllm_medusa.tree.dynamic import Beam, DynamicTree
 
 _MAX_PENDING_ROWS = 128  # max pending rows processed in one step
 _MAX_PENDING_STEPS = 32  # max steps to defer
@@ -74,6 +81,8 @@ class EagleTrees:
     tree = None
     target_ids: Tensor | None = None  # int64 [V_draft]; None: same vocabulary
     kernel: EagleBeam | None = None  # for few rows on CPUs
+    pool: TreeTensors | None = None  # of P-EAGLE
+    mask: tuple[int, Tensor] | None = None  # token and state [1, H] of its deeper levels' entries
     _entry_layer: EntryLayer | None = None
     _known_cache: EagleCache | None = None
 
@@ -97,11 +106,20 @@ class EagleTrees:
         offsets = getattr(self.model, "draft_id_to_target_id", None)
         if offsets is not None:
             self.target_ids = torch.arange(len(offsets), device=offsets.device) + offsets
+        self._entry_layer = entry_layer(self.model)
+        options = TreeSettings.of(self.vllm_config)
+        assert options.heads is not None and isinstance(options.tree, DynamicTree)
+        if not isinstance(options.tree.pool, Beam):
+            token, state = mask_entry(options.heads, options.revision)
+            own = self.model.lm_head.weight
+            with torch.inference_mode():
+                state = self.model.combine_hidden_states(state.to(own.device, own.dtype)[None])
+            self.mask, self.pool = (token, state), tensors_on(options.tree.pool, own.device)
+            return
         weights = None if self.method != "eagle3" else eagle_weights(self.model, self.target_ids)
         if weights is not None and EagleBeam.serves(weights, self.beam):
             dtype = self.vllm_config.speculative_config.draft_model_config.hf_config.dtype
             self.kernel = EagleBeam(weights, exact=str(dtype).endswith("float32"))  # as stored
-        self._entry_layer = entry_layer(self.model)
 
     @property
     def enters(self) -> bool:
@@ -186,6 +204,9 @@ class EagleTrees:
             given = states.block_table, states.normed, states.hidden, states.ends
             found = self.kernel.draft(cache, *given, call)
             return found or DraftTrees.roots(len(root), num_nodes, root.device)
+        if self.pool is not None:
+            parallel = _Levels(self, states, max_depth > 0, noise)
+            return build_tree(parallel, self.pool, root, num_nodes, max_depth, limit)
         branches = _Branches(self, states, max_depth > 0, noise)
         return build_tree(branches, self.beam, root, num_nodes, max_depth, limit)
 
@@ -198,6 +219,44 @@ class EagleTrees:
             logits = self.model.logits_processor(self.model.lm_head, rows)
         logits = logits.float().unflatten(0, normed.shape[:2])  # [B, k, V_draft]
         return read_choices(logits, width, noise=noise, token_map=self.target_ids)
+
+    def in_scratch(
+        self,
+        roots: Roots,
+        used: Tensor,  # bool [B], requests with slots; the others get none, and no context
+        size: int,  # entries of each request after its exact ones, with these
+        token_ids: Tensor,  # int64 [B, k]
+        offsets: Tensor,  # int64 [k], their positions after the exact entries
+        hidden: Tensor,  # [B, k, H]
+        branches: tuple[Tensor, Tensor] | None = None,  # bool [B, k, size], int64 [size]; see below
+    ) -> tuple[Tensor, Tensor]:
+        """Normed and hidden states [B, k, H] of the last k entries after the exact ones.
+
+        ``branches``: the entries that each one attends to, and their positions after the exact
+        ones. None: all before it, and itself.
+        """
+        (batch, count), device = token_ids.shape, token_ids.device
+        ends = torch.where(used, roots.ends, 0)
+        nodes = torch.arange(size - count, size, device=device)
+        requests = torch.arange(batch, device=device)[:, None]
+        slots = self.slots(roots.block_table, requests, ends[:, None] + nodes)
+        starts = 0, (batch + 1) * count, count
+        common = CommonAttentionMetadata(
+            query_start_loc=torch.arange(*starts, dtype=torch.int32, device=device),
+            query_start_loc_cpu=torch.arange(*starts, dtype=torch.int32),
+            seq_lens=(ends + size).to(torch.int32),
+            num_reqs=batch,
+            num_actual_tokens=batch * count,
+            max_query_len=count,
+            max_seq_len=roots.longest + size,
+            block_table_tensor=roots.block_table,
+            slot_mapping=torch.where(used[:, None], slots, NO_SLOT).flatten(),
+        )
+        seen = None if branches is None else (branches[0], ends, branches[1])
+        positions = (ends[:, None] + offsets).flatten()
+        states = self._forward(common, token_ids.flatten(), positions, hidden.flatten(0, 1), seen)
+        normed, hidden = (state.unflatten(0, (batch, count)) for state in states)
+        return normed, hidden
 
     def _forward(
         self,
@@ -322,55 +381,50 @@ class _Branches:
         self, drafter: EagleTrees, roots: Roots, used: Tensor, noise: Noise | None
     ) -> None:
         self.drafter, self.roots, self.used, self.noise = drafter, roots, used, noise
-        self.ends = torch.where(used, roots.ends, 0)
         self.hidden = roots.hidden.unsqueeze(1)  # [B, k, H] of the latest level
         self.seen = roots.ends.new_zeros((len(roots.ends), 1, 0), dtype=torch.bool)  # [B, k, S]
         self.depths = roots.ends.new_zeros(0)  # [S], position after the exact entries
 
     def expand(self, level: int, tokens: Tensor, parents: Tensor, width: int) -> Choices:
         """The choices below nodes; the roots' own states are already exact."""
-        normed = self.roots.normed.unsqueeze(1)
+        normed, count = self.roots.normed.unsqueeze(1), tokens.shape[1]
         if level > 0:
-            own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
+            own = torch.eye(count, dtype=torch.bool, device=tokens.device)
             own = own.expand(len(tokens), -1, -1)
             self.seen = torch.cat([_of_parents(self.seen, parents), own], 2)
-            depth = self.depths.new_full(tokens.shape[1:], level - 1)
-            self.depths = torch.cat([self.depths, depth])
-            normed, self.hidden = self._run(level, tokens, _of_parents(self.hidden, parents))
+            offsets = self.depths.new_full((count,), level - 1)
+            self.depths = torch.cat([self.depths, offsets])
+            size = self.seen.shape[2]
+            branches = (self.seen, self.depths) if size > level else None  # None: a chain
+            above = _of_parents(self.hidden, parents)
+            normed, self.hidden = self.drafter.in_scratch(
+                self.roots, self.used, size, tokens, offsets, above, branches
+            )
         noise = None if self.noise is None else self.noise.at(level, level + 1)
         return self.drafter.choices(normed, width, noise)
 
-    def _run(self, level: int, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed and hidden states [B, k, H] of a level; ``hidden`` [B, k, H] are the parents'.
 
-        Each node attends to the scratch in ``seen``; the level's own nodes are the last.
-        """
-        (batch, width), size = token_ids.shape, self.seen.shape[2]
-        device, table = token_ids.device, self.roots.block_table
-        nodes = torch.arange(size - width, size, device=device)
-        requests = torch.arange(batch, device=device)[:, None]
-        slots = self.drafter.slots(table, requests, self.ends[:, None] + nodes)
-        starts = 0, (batch + 1) * width, width
-        common = CommonAttentionMetadata(
-            query_start_loc=torch.arange(*starts, dtype=torch.int32, device=device),
-            query_start_loc_cpu=torch.arange(*starts, dtype=torch.int32),
-            seq_lens=(self.ends + size).to(torch.int32),
-            num_reqs=batch,
-            num_actual_tokens=batch * width,
-            max_query_len=width,
-            max_seq_len=self.roots.longest + size,
-            block_table_tensor=table,
-            slot_mapping=torch.where(self.used[:, None], slots, NO_SLOT).flatten(),
-        )
-        positions = (self.ends - 1 + level).repeat_interleave(width)
-        branches = None  # a chain attends to all of it
-        if size > level:
-            branches = self.seen, self.ends, self.depths
-        states = self.drafter._forward(
-            common, token_ids.flatten(), positions, hidden.flatten(0, 1), branches
-        )
-        normed, hidden = (state.unflatten(0, (batch, width)) for state in states)
-        return normed, hidden
+class _Levels:
+    """A P-EAGLE drafter at one step of B requests, used as in `_Branches`; see `build.Marginal`."""
+
+    def __init__(
+        self, drafter: EagleTrees, roots: Roots, used: Tensor, noise: Noise | None
+    ) -> None:
+        self.drafter, self.roots, self.used, self.noise = drafter, roots, used, noise
+
+    def marginals(self, depth: int, width: int) -> Choices:
+        """The choices of all levels; those of the first are the roots' own."""
+        roots, normed, count = self.roots, self.roots.normed.unsqueeze(1), depth - 1
+        if count:
+            assert self.drafter.mask is not None
+            token, state = self.drafter.mask
+            tokens = roots.ends.new_full((len(roots.ends), count), token)
+            offsets = torch.arange(count, device=tokens.device)
+            states = state.expand(len(tokens), count, -1)
+            below, _ = self.drafter.in_scratch(roots, self.used, count, tokens, offsets, states)
+            normed = torch.cat([normed, below], 1)
+        noise = None if self.noise is None else self.noise.at(0, depth)
+        return self.drafter.choices(normed, width, noise)
 
 
 def _of_parents(values: Tensor, parents: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
             help="Medusa or Hydra heads (folder, file or hub name) for tree speculation; the same "
             'as --speculative-config \'{"method": "medusa", "model": HEADS}\', whose other keys '
             "(tree, budget, lookup, acceptance, num_speculative_tokens) may be set too. Or "
-            'the folder of an EAGLE drafter, with "tree": "dynamic".',
+            'an EAGLE drafter, with "tree": "dynamic".',
         )
     return parser
 
@@ -148,7 +148,7 @@ def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
 
     config = _mapping(getattr(args, "speculative_config", None))
     by_flag, by_config = getattr(args, "spec_method", None), config.get("method")
-    found = drafter_method(heads)
+    found = drafter_method(heads, config.get("revision"))
     for flag, value in (
         ("--spec-model", getattr(args, "spec_model", None)),
         ("--speculative-config['model']", config.get("model")),

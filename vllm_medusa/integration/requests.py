@@ -104,6 +104,8 @@ class RequestOptions:
         max_tokens = self._max_model_len
         if params.max_tokens is not None:
             max_tokens = min(max_tokens, prompt_len + params.max_tokens)
+        if rule.max_draft_tokens == 0:
+            max_tokens = 0  # so that no node is useful, and nothing is drafted
         self._max_tokens[slot] = max_tokens
         sampled = params.temperature >= GREEDY_BELOW
         # At temperature 0 typical acceptance is exactly greedy, like the lossless rule.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_medusa.offline.batch import Delta, RequestRefused
@@ -32,17 +31,15 @@ def medusa_config(heads: str | None, more: Mapping[str, Any] | None = None) -> d
     """The ``speculative_config`` of an engine: heads and further options, ``more``.
 
     ``heads`` is a folder or hub name; None: the heads are part of the target, or only lookup
-    drafts. It may also be a local folder of an EAGLE drafter, whose trees are dynamic unless
-    ``more`` has a tree.
+    drafts. The trees of an EAGLE drafter are dynamic unless ``more`` has a tree.
     """
     config: dict[str, Any] = {"method": "medusa"}
     if heads is not None:
-        config["model"] = heads
-        if Path(heads).expanduser().is_dir():
-            from vllm_medusa.heads.eagle import drafter_method  # imports torch, which is slow
+        from vllm_medusa.heads.eagle import drafter_method  # imports torch, which is slow
 
-            if (method := drafter_method(heads)) is not None:
-                config |= {"method": method, "tree": "dynamic"}
+        config["model"] = heads
+        if (method := drafter_method(heads, (more or {}).get("revision"))) is not None:
+            config |= {"method": method, "tree": "dynamic"}
     return config | dict(more or {})
 
 

@@ -36,6 +36,7 @@ _GRAMMARS = (
     {"json": json.dumps(_SCHEMA)},
     {"grammar": 'root ::= "(" [a-z]+ ")" | "[" [0-9]+ "]"'},
 )
+EAGLE = {"eagle": "eagle", "parallel": "eagle3"}  # drafters with a KV cache: vLLM's methods
 _KINDS = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
 
 
@@ -51,7 +52,7 @@ class EngineCase:
     fickle: bool  # a new random budget every step
     greedy: bool  # dynamic trees may preempt requests
     ahead: bool = False  # asynchronous scheduling
-    drafter: str = "medusa"  # or hydra, eagle
+    drafter: str = "medusa"  # or hydra, or one of `EAGLE`
 
 
 @dataclass(frozen=True)
@@ -119,17 +120,17 @@ def engine_case(seed: int) -> EngineCase:
 def _varied(case: EngineCase, rng: random.Random) -> EngineCase:
     """The same, possibly with another drafter, with lookup or with thinking budgets."""
     speculation, options, shared = dict(case.speculation), dict(case.options), dict(case.shared)
-    drafter, fickle = rng.choice(("medusa", "medusa", "hydra", "eagle", "eagle")), case.fickle
-    if drafter == "eagle" and shared:  # refused with adapters and embeddings
+    drafter, fickle = rng.choice(("medusa", "medusa", "hydra", *EAGLE)), case.fickle
+    if drafter in EAGLE and shared:  # refused with adapters and embeddings
         drafter = "hydra"
-    if drafter == "eagle":
+    if drafter in EAGLE:
         tree = rng.choice(("chain", "dynamic", {"width": 2, "depth": 2}, {"width": 3, "depth": 4}))
         budget = rng.choice((4, 12, "auto", {"max_rows": 32}))
         speculation, fickle = {"tree": tree, "budget": budget}, not isinstance(budget, int)
-        width = tree["width"] if isinstance(tree, dict) else {"chain": 1, "dynamic": 10}[tree]
-        rows = options["max_num_batched_tokens"]  # for one level of all requests
+        width = tree["width"] if isinstance(tree, dict) else {"chain": 5, "dynamic": 10}[tree]
+        rows = options["max_num_batched_tokens"]  # for one level of all requests, or all levels
         options["max_num_seqs"] = min(options["max_num_seqs"], rows // width)
-    grows = speculation["tree"] != "chain" if drafter == "eagle" else "tree" not in speculation
+    grows = speculation["tree"] != "chain" if drafter in EAGLE else "tree" not in speculation
     if grows and rng.random() < 0.3:
         speculation["lookup"] = True
     if not ON_V2 and rng.random() < 0.25:  # plain vLLM loses the state when preempted

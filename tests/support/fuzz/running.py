@@ -19,9 +19,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from support.assets import TARGET, VOCAB
 from support.budgets import fickle, scheduler_of
-from support.eagle import Eagle1
+from support.eagle import Eagle1, Eagle3
 from support.engines import engine, metric
-from support.fuzz.cases import ADAPTERS, MAX_MODEL_LEN, STOPS, EngineCase, RequestCase
+from support.fuzz.cases import ADAPTERS, EAGLE, MAX_MODEL_LEN, STOPS, EngineCase, RequestCase
 from support.hydra import random_hydra
 from support.lora import RANK, save_adapter
 from support.models import HIDDEN, save_model, save_random_heads
@@ -74,6 +74,10 @@ class Models:
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
         drafters["eagle"] = Eagle1(model).save(folder / "eagle")
+        embedding = model.get_input_embeddings().weight
+        parallel = Eagle3(embedding, torch.arange(1, VOCAB, 2), (0, 1))
+        parallel.draft_in_parallel()
+        drafters["parallel"] = parallel.save(folder / "parallel", num_aux_hidden_states=2)
         paths = [
             save_adapter(folder / f"adapter{i}", i, lm_head=i == 1, vocab=VOCAB)
             for i in range(1, ADAPTERS + 1)
@@ -105,7 +109,7 @@ def run_with_trees(
     models: Models, case: EngineCase, requests: Sequence[RequestCase], plain: dict[int, Answer]
 ) -> Run:
     """Run the requests on the engine of a case; drafts are plain vLLM's outputs."""
-    method = "eagle" if case.drafter == "eagle" else "medusa"
+    method = EAGLE.get(case.drafter, "medusa")
     config = {"method": method, "model": models.drafters[case.drafter], **case.speculation}
     known = {
         100 * request.seed + index: said.tokens

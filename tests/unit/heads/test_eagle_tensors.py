@@ -25,6 +25,7 @@ VARIANTS: dict[str, tuple[Change, str, list[str]]] = {
     "last": (Eagle3.read_last, "EAGLE-3", ["reads only the target's last hidden state"]),
     "qwen3": (Eagle3.like_qwen3, "EAGLE-3", ["Qwen3's layer"]),
     "window": (lambda each: setattr(each, "window", 64), "EAGLE-3", ["sliding window of 64"]),
+    "parallel": (Eagle3.draft_in_parallel, "P-EAGLE", ["parallel levels"]),
 }
 
 
@@ -106,20 +107,23 @@ def test_folders_of_each_project(variant: str, layout: str, tmp_path: Path) -> N
     assert ("norm_output" in doubts) == ((variant, layout) == ("3.1", "specforge"))
 
 
-@pytest.mark.parametrize(
-    ("config", "tensors"),
-    [
-        ({"architectures": ["PEagleDraftModel"], "num_hidden_layers": 4}, {}),
-        ({"architectures": ["PeagleLlamaForCausalLM"]}, {}),
-        ({}, {"mask_hidden": torch.zeros(1, 1, 192)}),
-        ({"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]}, {}),
-    ],
-)
-def test_p_eagle(config: dict[str, Any], tensors: dict[str, Any], tmp_path: Path) -> None:
-    found = rewritten(saved(tmp_path, "plain"), config, **tensors)
-    assert found.drafter.kind == "P-EAGLE" and "parallel levels" in found.drafter.features
-    (text,) = problems(found)
-    assert 'in parallel (P-EAGLE), which trees do not support. Omit "tree"' in text
+def test_p_eagle(tmp_path: Path) -> None:
+    """Recognized in the folders of each project; its mask token must be known."""
+    folder = saved(tmp_path, "parallel")
+    for config in (
+        {"architectures": ["PEagleDraftModel"]},
+        {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle"},
+        {"architectures": ["PeagleLlamaForCausalLM"], "speculators_model_type": None},
+    ):
+        found = rewritten(folder, config)
+        assert found.fits and found.drafter.kind == "P-EAGLE"
+    ids: dict[str, Any] = {"mask_token_id": None, "ptd_token_id": 7}
+    assert rewritten(folder, ids).drafter.mask_token == 7
+    for token in (None, 512, "x"):
+        (text,) = problems(rewritten(folder, {"ptd_token_id": token}))
+        assert f"(mask_token_id, pard_token, ptd_token_id) is {token}. Set" in text
+    texts = problems(rewritten(folder, {"eagle_config": {"use_aux_hidden_state": False}}))
+    assert any("from the target's last hidden state alone" in text for text in texts)
 
 
 def test_more_layers_and_biases(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import huggingface_hub
 import pytest
 import safetensors
 import torch
+from support.eagle import Eagle3
 from support.random_heads import random_heads, write, write_sharded
 
 import vllm_medusa
@@ -15,6 +16,7 @@ from vllm_medusa.heads import files
 from vllm_medusa.heads.checkpoint import load_heads, peek_heads
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.heads.provenance import provenance
+from vllm_medusa.offline.engine import medusa_config
 
 SIZES = {"hidden_size": 8, "vocab_size": 20}
 
@@ -171,6 +173,27 @@ def test_the_heads_are_requested_first(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     assert load_heads("someone/heads", **SIZES)[1].format == "v1"
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["medusa_lm_head.safetensors"]
+
+
+def test_an_eagle_drafter_on_the_hub_is_recognized(tmp_path, monkeypatch):
+    Eagle3(torch.zeros(512, 64), torch.arange(512), (1, 2, 3)).save(tmp_path / "repository")
+    hub = Hub(tmp_path / "repository", tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    config = medusa_config("someone/eagle3", {"revision": "v3"})
+    assert (config["method"], config["tree"]) == ("eagle3", "dynamic")
+    assert set(hub.requested) == {("someone/eagle3", "v3")}
+
+
+def test_without_a_hub_a_name_is_asked_for_once(monkeypatch):
+    requests = []
+
+    def unreachable(name, **_):
+        requests.append(name)
+        raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    assert medusa_config("someone/heads") == {"method": "medusa", "model": "someone/heads"}
+    assert requests == ["someone/heads"]
 
 
 def test_offline_mode_is_reported(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from vllm_medusa.integration.options import (
     has_trees,
     is_for_v2,
 )
-from vllm_medusa.tree.dynamic import Beam, DynamicTree
+from vllm_medusa.tree.dynamic import Beam, DynamicTree, widest_pool
 
 Config = Callable[..., Any]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -100,6 +100,11 @@ def test_the_engine_s_settings(
     assert has_trees(speculative) and speculative.method == "eagle3"
     assert made.parallel_config.worker_cls == V1_WORKER
     assert made.scheduler_config.scheduler_cls == EITHER_SCHEDULER
+
+
+def test_the_levels_of_p_eagle_have_a_pool(other: Any) -> None:
+    options = other({"mask_token_id": 3}, mask_hidden=torch.zeros(1, 3 * HIDDEN))
+    assert options.tree == DynamicTree(widest_pool(6, 10), 60) and options.depth == 6
 
 
 def test_the_target_is_compared_with_that_of_the_training(

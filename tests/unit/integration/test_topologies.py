@@ -111,6 +111,8 @@ def test_useful_depth_of_requests():
     slots, lengths = np.array([2, 1, 0, 0]), torch.tensor([96, 50, 29, 30])
     assert options.useful_depth(slots, lengths).tolist() == [3, 49, 0, 0]
     assert options.useful_depth(np.array([0]), torch.tensor([21])).tolist() == [8]
+    options.add(0, SamplingParams(extra_args={"medusa": {"max_draft_tokens": 0}}), 20)
+    assert options.useful_depth(np.array([0]), torch.tensor([21])).tolist() == [0]
 
 
 def options_of(params):
