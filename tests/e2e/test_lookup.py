@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.assets import HEADS, TARGET, code_prompts
-from support.budgets import fickle, policy_of
+from support.budgets import fickle, policy_of, verify_all
 from support.engines import Completion, complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.planted import PlantedCopies
@@ -103,6 +103,32 @@ def test_a_wrong_chain_costs_acceptance(
         control(monkeypatch)
     shift = control if isinstance(control, int) else 0
     assert run(llm, expected, monkeypatch, shift)[0] < 0.6 * right
+
+
+def test_searches_become_rare_while_no_copy_is_used(
+    llm: LLM, expected: Any, monkeypatch: Patch
+) -> None:
+    prompts, _ = expected
+    policy, searches = policy_of(llm), []
+    extend = Lookup.extend
+
+    def counted(self: Any, *args: Any) -> Any:
+        searches.append(1)
+        return extend(self, *args)
+
+    monkeypatch.setattr(Lookup, "extend", counted)
+    monkeypatch.setattr(policy, "total", lambda *_, **__: 0)
+    complete(llm, prompts[:1], greedy(120))
+    assert 16 <= len(searches) < 16 + 120 / 4
+    monkeypatch.undo()
+    monkeypatch.setattr(Lookup, "extend", counted)
+    searches.clear()
+    with monkeypatch.context() as patch:
+        verify_all(patch, policy)
+        PlantedCopies([[*prompts[0], *expected[1][0].token_ids]], 0).plant(patch)
+        got = complete(llm, prompts[:1], mixed(1))
+    assert differing(expected[1][:1], got) == []
+    assert max(got[0].accepted) > 1
 
 
 def test_copies_are_merged_with_head_drafts(monkeypatch: Patch) -> None:

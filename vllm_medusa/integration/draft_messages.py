@@ -49,6 +49,11 @@ class Draft(Drafted):
         self.limit = count if self.limit is None else min(self.limit, count)
 
 
+def skips_lookup(scheduler_output: SchedulerOutput) -> bool:
+    """Whether a worker should not search for copies after this step."""
+    return getattr(scheduler_output, "skips_lookup", False)
+
+
 def tree_parents(scheduler_output: SchedulerOutput) -> Mapping[str, list[int]]:
     """The topologies of requests with a grammar: the parent of each draft of the step."""
     return getattr(scheduler_output, "tree_parents", {})

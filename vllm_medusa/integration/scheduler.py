@@ -42,6 +42,8 @@ _SAVE_STEPS = 50  # min new steps to write
 _REPORT_STEPS = 8  # plain steps per report
 _FULL_STEPS = 32  # window of the fraction of full steps
 _FORCED_EVERY = 4  # interval of searches for forced tokens while they do not pay off
+_SEARCH_EVERY = 8  # interval of searches for copies after `_VAIN_SEARCHES` of which none was used
+_VAIN_SEARCHES = 16
 
 
 class TreeScheduler(Scheduler):
@@ -80,6 +82,9 @@ class TreeScheduler(Scheduler):
         self._requests_wait = False  # some requests wait although there are free rows
         self._has_sessions = False  # some request takes more input later
         self._forced_turn = 0
+        # A search takes the host of V1 some ms in large batches
+        self._may_skip_lookup = not on_v2 and options.lookup and isinstance(self.policy, AutoBudget)
+        self._vain_searches = self._skipped = 0  # since copies were used; since the last search
 
     def new_policy(self) -> AutoBudget | FixedBudget | None:
         """The policy for the number of nodes; None: trees are static, and vLLM truncates them."""
@@ -135,6 +140,10 @@ class TreeScheduler(Scheduler):
         if self.policy is not None and not self.ahead:
             output.num_spec_tokens_to_schedule = self._limit(len(scheduled)) if scheduled else 0
         limit = output.num_spec_tokens_to_schedule
+        if self._may_skip_lookup:
+            rarely = limit < 1 and self._vain_searches >= _VAIN_SEARCHES
+            self._skipped = (self._skipped + 1) % _SEARCH_EVERY if rarely else 0
+            output.skips_lookup = self._skipped > 0
         self.clock.start(Step(started, rows, len(scheduled), limit, prefill, nodes))
         trees = {
             req_id: draft.parents[: len(tokens)]
@@ -154,6 +163,9 @@ class TreeScheduler(Scheduler):
                 if request is not None and request.spec_token_ids:
                     request.spec_token_ids = []
             self._report.chosen = 0
+            if self._skipped:
+                return
+            self._vain_searches += 1
             if isinstance(self.policy, AutoBudget) and self._looks_for_copies:
                 self.policy.acceptance.no_copies(len(draft_token_ids.req_ids))
             return
@@ -165,6 +177,7 @@ class TreeScheduler(Scheduler):
                 [*drafts.values()], len(self.running), room, prefill=prefill
             )
         self._report.chosen = sum(counts)
+        self._vain_searches = 0 if any(counts) else self._vain_searches + 1
         for draft, count in zip(drafts.values(), counts, strict=True):
             draft.request.spec_token_ids = draft.token_ids[:count]
         self.pending |= drafts

@@ -21,7 +21,7 @@ from vllm.config import VllmConfig
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_medusa.integration.draft_messages import DraftMessage, tree_parents
+from vllm_medusa.integration.draft_messages import DraftMessage, skips_lookup, tree_parents
 from vllm_medusa.integration.options import TreeSettings
 from vllm_medusa.integration.request_trees import RequestTrees, tree_drafts
 from vllm_medusa.integration.requests import CANDIDATES, follows_grammar
@@ -175,7 +175,8 @@ class MedusaModelRunner(CPUModelRunner):
             *args,
         )
         limit = scheduler_output.num_spec_tokens_to_schedule
-        if limit < 1 and trees.lookup is None and not self._had_grammar:
+        searches = trees.lookup is not None and not skips_lookup(scheduler_output)
+        if limit < 1 and not searches and not self._had_grammar:
             self._drafts = DraftMessage([], [])
             return [[] for _ in batch.req_ids]
         slots = self._slots_of_batch()
@@ -186,7 +187,7 @@ class MedusaModelRunner(CPUModelRunner):
         depth = trees.useful_depth(slots, torch.from_numpy(num_tokens), torch.from_numpy(num_new))
         stream = self._stream(slots, depth.numpy(), limit)
         drafts = self._draft(states, root, depth, limit, structured, stream)
-        if trees.lookup is not None:
+        if searches:
             texts, rows = batch.token_ids_cpu[:, : num_tokens.max()], np.arange(len(slots))
             may_copy = trees.requests.may_copy(slots)
             drafts = trees.add_copies(
