@@ -6,8 +6,8 @@ All engines run the same target on the same prompts (token ids) and cores, and s
 tokens. The methods of one engine are started together and take turns of --waves answers per batch
 slot: when an answer has ended, the next request takes its slot, as in a server. Each answer has its
 own length (`engines.UnevenAnswer`). ``ratio`` compares each with the engine's plain decoding, round
-by round. The engines follow one another: their tokens
-per second are comparable only on an idle machine.
+by round. The engines follow one another: their tokens per second are comparable only on an idle
+machine.
 
 Answers equal to the engine's plain ones are counted; in low precision near-ties are resolved
 differently. At temperature 0 the largest gap between the logits of differing tokens is reported, as

@@ -308,6 +308,11 @@ class Layout:
                         "if its layers are Llama's, not Qwen3's, replace Qwen3 in its "
                         "architectures, or qwen3 in the model_type of its transformer_layer_config"
                     )
+                elif name == "mask_hidden":
+                    remedy = (
+                        "if it drafts level by level, remove the mask token "
+                        f"({', '.join(_MASK_TOKENS)}) from its config.json"
+                    )
                 yield (
                     f'it has no "{name}" {_shown(shape)}, which its config requires; vLLM would '
                     "use initial values. The checkpoint is incomplete, or its config.json is "

@@ -119,6 +119,10 @@ def test_p_eagle(tmp_path: Path) -> None:
         assert found.fits and found.drafter.kind == "P-EAGLE"
     ids: dict[str, Any] = {"mask_token_id": None, "ptd_token_id": 7}
     assert rewritten(folder, ids).drafter.mask_token == 7
+    (text,) = problems(rewritten(saved(tmp_path / "plain", "plain"), {"mask_token_id": 3}))
+    assert (
+        'it has no "mask_hidden" [192]' in text and "remove the mask token (mask_token_id" in text
+    )
     for token in (None, 512, "x"):
         (text,) = problems(rewritten(folder, {"ptd_token_id": token}))
         assert f"(mask_token_id, pard_token, ptd_token_id) is {token}. Set" in text
