@@ -127,7 +127,7 @@ def _wait(starts: Sequence[Future[EngineProcess]], progress: Progress) -> None:
             progress.at(what, seconds, seconds)
             return
         seconds += 1
-        progress.at(what, seconds, None, "seconds")
+        progress.at(what, seconds, None, "s")
 
 
 def _answers(

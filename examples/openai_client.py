@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import argparse
 
-from openai import OpenAI
+from openai import APIConnectionError, NotFoundError, OpenAI
 
 
 def main() -> None:
     """Stream a completion and a chat answer."""
-    parser = argparse.ArgumentParser(description="Stream from an OpenAI-compatible server.")
-    parser.add_argument("--base-url", default="http://localhost:8000/v1")
-    parser.add_argument("--prompt", default="<s>def fibonacci(n):\n")
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser = argparse.ArgumentParser(
+        description="Stream from an OpenAI-compatible server.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--base-url", default="http://localhost:8000/v1", help="ends with /v1")
+    parser.add_argument("--prompt", default="<s>def fibonacci(n):\n", help="for both requests")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of each answer")
     args = parser.parse_args()
     client = OpenAI(base_url=args.base_url, api_key="not needed")
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except (APIConnectionError, NotFoundError) as error:
+        parser.exit(1, f"No server answers at {args.base_url}: {error} Pass its --base-url.\n")
 
     print("--- completion\n" + args.prompt, end="")
     for part in client.completions.create(

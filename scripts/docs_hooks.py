@@ -1,11 +1,11 @@
 """Hooks of MkDocs: parts of the site that are made from the sources, so that no fact has two homes.
 
-In a page, `{{ commands }}` becomes the reference of all commands, from the parsers of ``--help``;
-`{{ serve }}` the plugin's options of vLLM's server; `{{ MedusaConfig }}`, or another model of
-`vllm_medusa.config`, the table of its keys; `{{ Score }}` that part of `decode.py`. The README, the
-changelog and every table of ``benchmarks/results``, with its plot, become pages.
-
-The tables of keys are also in the repository, between comments, for its readers:
+The README, the changelog and every table of ``benchmarks/results``, with its plot, become pages.
+Generated parts of other pages are in the repository too, for its readers. They follow a comment and
+end with ``<!-- end -->``: after ``<!-- commands -->`` the reference of all commands, from the
+parsers of ``--help``; after ``<!-- serve -->`` the plugin's options of vLLM's server; after
+``<!-- MedusaConfig -->``, or another model of `vllm_medusa.config`, the table of its keys; after
+``<!-- Score -->`` that part of `decode.py`.
 
     python scripts/docs_hooks.py    # writes them
 """
@@ -26,9 +26,13 @@ from vllm_medusa.cli import COMMANDS, build_parser
 from vllm_medusa.integration.engine_args import _add_cli_args
 
 ROOT = Path(__file__).resolve().parents[1]
-KEYS = ROOT / "docs" / "reference" / "config.md"
+GENERATED = [
+    ROOT / "docs" / name
+    for name in ("how/decode.md", "reference/commands.md", "reference/config.md")
+]
 DATA = "results/data"  # the tables' folder in the site
 PAGES = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog"}
+PAGES |= {"demo/README": "demo"}
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -57,18 +61,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for name, site in PAGES.items():
         own = posixpath.relpath(site, folder or ".")
         markdown = re.sub(rf"\]\((\.\./)+{name}\.md", f"]({own}.md", markdown)
-    if folder == DATA:
-        markdown = markdown.replace("](../../docs/", "](../../")
-    return re.sub(r"\{\{ (\w+) \}\}", lambda found: "\n".join(_part(found[1])), markdown)
+    return markdown.replace("](../../docs/", "](../../") if folder == DATA else markdown
 
 
 def filled(page: str) -> str:
-    """The page with its tables of keys written again."""
+    """The page with its generated parts written again."""
 
-    def table(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{chr(10).join(_part(found[2]))}\n{found[3]}"
+    def part(found: re.Match[str]) -> str:
+        text = "\n".join(_part(found[2])).rstrip("\n")
+        return f"{found[1]}\n{text}\n\n{found[3]}"
 
-    return re.sub(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", table, page, flags=re.DOTALL)
+    return re.sub(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", part, page, flags=re.DOTALL)
 
 
 def _result(page: Path) -> str:
@@ -91,7 +94,8 @@ def _part(name: str) -> Iterator[str]:
         source = (ROOT / "vllm_medusa" / "decode.py").read_text(encoding="utf-8")
         parts = re.split(r"^        # (?=[A-Z]\w+[.:,])|^    end", source, flags=re.MULTILINE)
         (code,) = [part for part in parts if part.startswith(name)]
-        yield f"```python\n{dedent('        # ' + code)}```"
+        yield "<!-- not run: a part of decode.py, which the tests run -->\n```python"
+        yield f"{dedent('        # ' + code)}```"
 
 
 def _commands() -> Iterator[str]:
@@ -102,12 +106,13 @@ def _commands() -> Iterator[str]:
         actions = sorted(own._actions, key=lambda action: bool(action.option_strings))
         needed = [" ".join([*a.option_strings[:1], _value(a)]) for a in actions if a.required]
         usage = " ".join(["vllm-medusa", name, *needed, "..."])
-        yield f"## {name}\n\n```\n{usage}\n```\n\n{own.description}\n"
+        yield f"## {name}\n\n`{usage}`\n\n{own.description}\n"
         for group in own._action_groups:
             if shown := [a for a in group._group_actions if a.dest != "help"]:
                 yield f"*{str(group.title).capitalize()}*\n"
                 yield from _options(shown)
-        yield f"```text\n{own.epilog.strip()}\n```\n" if own.epilog else ""
+        if own.epilog:
+            yield f"<!-- not run: a part of --help -->\n```text\n{own.epilog.strip()}\n```\n"
 
 
 def _options(actions: Iterable[argparse.Action]) -> Iterator[str]:
@@ -140,4 +145,5 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    KEYS.write_text(filled(KEYS.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in GENERATED:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

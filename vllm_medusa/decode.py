@@ -102,12 +102,8 @@ def decode(
         useful = limit - len(tokens) - 1  # the step's last token needs no node
         lm_head = model.get_output_embeddings()
         stream = None
-        if (
-            shared_noise
-            and draw is sampler.draw_splitmix
-            and not greedy
-            and rule.mode == "lossless"
-        ):
+        shares = shared_noise and draw is sampler.draw_splitmix and rule.mode == "lossless"
+        if shares and not greedy:
             seeds = next_seeds(generator, tree.max_depth)
             stream = _Ahead(seeds[None, :, None], hidden.new_tensor([temperature]).float())
         drafts = propose_tree(heads, hidden, root, tree, lm_head, useful, stream)

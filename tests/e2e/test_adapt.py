@@ -28,6 +28,7 @@ OPTIONS = {
     "--measure-tokens": 16,
     "--measure-seconds": 1,
     "--dtype": "float32",
+    "--engine-args": '{"enforce_eager": true}',
 }
 
 

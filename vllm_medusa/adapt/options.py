@@ -34,7 +34,7 @@ class AdaptOptions(EngineOptions, PromptFile):
         "sampling temperature, also in the final measurement", default=0.7
     )
     heldout_share: Annotated[float, Field(gt=0, le=0.5)] = option(
-        "share of prompts held out: half to calibrate, half to measure",
+        "share of prompts not trained on: half are for calibration, half to measure",
         default=0.1,
         shown="0.1, at least 8 prompts",
     )

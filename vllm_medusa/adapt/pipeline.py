@@ -222,7 +222,10 @@ def split_texts(
     tokens = [sum(record.num_generated for record in part) for part in parts]
     document = {"prompts": counts, "tokens": tokens, "disjoint": disjoint}
     write_json(output / COUNTS, document | {"skipped_records": len(bad)})
-    progress.note("  prompts: {} to train on, {} to calibrate on, {} to measure on".format(*counts))
+    progress.note(
+        "  prompts: {} to train on, {} to calibrate on, {} to measure on".format(*counts)
+        + f"; {tokens[0]} generated tokens to train on"
+    )
 
 
 def _count_prompts(records: Sequence[Record]) -> int:

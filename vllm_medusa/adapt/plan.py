@@ -104,16 +104,19 @@ def check(options: AdaptOptions, progress: Progress) -> Plan:
     about = {name: duration(time) for name, time in seconds.items()}
     texts, batch = options.samples * len(lengths), work.batch
     memory = "" if engine.memory is None else f", {engine.memory / 1e9:.1f} GB of memory"
+    chats = tokenizer.chat_template is not None and any(prompt.turns for prompt in prompts)
+    chat = ", chats in the model's chat template" if chats else ""
     progress.note(
-        f"about {duration(sum(seconds.values()))} in all, less what is already done; up to "
-        f"{(files + states) / 1e9:.2g} GB of disk in {options.work_folder}\n"
+        f"about {duration(sum(seconds.values()))} in all if no answer ends early, less what is "
+        f"already done; up to {(files + states) / 1e9:.2g} GB of disk in {options.work_folder}\n"
         f"  dtype    {options.dtype}{f' ({why})' * bool(why)}\n"
         f"  distill  {texts} texts of up to {options.max_tokens} new tokens (prompts: "
-        f"{work.prompts} tokens), {batch} at a time by vLLM "
+        f"{work.prompts} tokens{chat}), {batch} at a time by vLLM "
         f"({'eager' if eager else 'compiled'}{memory}): about {about['distill']}\n"
         f"  train    {options.heads.kind}, {plural(options.training.epochs, 'epoch')}: about "
         f"{about['train']}\n"
-        f"  compare  vLLM with it against plain vLLM: about {about['compare']}"
+        f"  compare  vLLM with it against plain vLLM: about {about['compare']}\n"
+        "  Lower --max-tokens or --epochs to shorten it."
     )
     if work.written < _FEW_TOKENS and options.heads.start_heads is None:
         progress.warn(
@@ -280,10 +283,11 @@ class Work:
         if options.method == "medusa-2":  # forward passes of both targets, backward of one
             read *= 1 + _JOINT_PASSES * options.joint.joint_epochs
             epochs += options.joint.joint_epochs
+        engines = 2 + len(set(options.budgets))  # plain, automatic, and each budget
         return {
             "distill": start + self.prompts * token + self.written / self.batch * step,
             "train": read + epochs * self.written * row,
-            "compare": options.measure_seconds + 4 * start_seconds({"enforce_eager": True}),
+            "compare": options.measure_seconds + engines * start_seconds(options.engine_args),
         }
 
 

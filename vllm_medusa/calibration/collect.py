@@ -61,7 +61,7 @@ def collect(
         shard_bytes=batch_tokens * target.hidden_size * weight.dtype.itemsize,
         forward_tokens=batch_tokens,
     )
-    hidden.build(lambda ready, rows: progress.at("hidden states", ready, rows))
+    hidden.build(lambda ready, total: progress.at("hidden states", ready, total))
     stride = max(1, total // CLOSE_POSITIONS)
     lm_head = target.lm_head if heads.shared_lm_head else None
     parts: list[Seen] = []

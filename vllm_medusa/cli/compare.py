@@ -42,7 +42,7 @@ def run(options: CompareOptions, progress: ConsoleProgress) -> int:
 
 def run_adapt(options: AdaptOptions, progress: ConsoleProgress) -> int:
     """Train the heads and print their measurements; returns 0, or 1 if tokens differ in float32."""
-    from vllm_medusa.adapt.pipeline import adapt
+    from vllm_medusa.adapt.pipeline import MEASURE, adapt
 
     document = adapt(options, progress, invocation())
     if document is None:
@@ -54,5 +54,8 @@ def run_adapt(options: AdaptOptions, progress: ConsoleProgress) -> int:
     print("\n".join(markdown(document["measured"])))
     progress.note("\n".join(conclusion(document)))
     output, work = options.output, options.work_folder
-    progress.note(f"heads and report in {output}; {work} is no longer needed")
+    progress.note(
+        f"heads and report in {output}; {work} is no longer needed (its {MEASURE} has prompts that "
+        "were not trained on)"
+    )
     return 0 if passed(document["measured"]) else 1

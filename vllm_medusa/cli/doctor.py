@@ -142,7 +142,7 @@ def _memory() -> str:
             "util-linux), or add its folder to PATH"
         )
     free = free_share()
-    text = f"{free:.0%} free; vLLM reserves {_DEFAULT_SHARE:.0%} by default"
+    text = f"{free:.0%} free; LLM reserves {_DEFAULT_SHARE:.0%} by default"
     if free < _DEFAULT_SHARE:
         raise UserWarning(f"{text}: set gpu_memory_utilization={0.8 * free:.2f} for LLM")
     return text

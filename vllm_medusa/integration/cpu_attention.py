@@ -49,12 +49,13 @@ MakePlan = Callable[[CacheLayout, int, int | None], AttentionPlan]
 class TreeMetadata(CPUAttentionMetadata):
     """Metadata for our kernel: a step with a branching tree, or one level of a drafter's trees.
 
-    ``plain`` is vLLM's own metadata of the other requests, whose token rows are ``plain_rows``.
+    ``plain`` is vLLM's own metadata of the other requests, whose token rows are ``plain_rows``: a
+    slice if they are contiguous, as a prefill after decoding requests, else an index.
     """
 
     make_plan: MakePlan | None = None  # never None; a default is required after vLLM's fields
     plain: CPUAttentionMetadata | None = None
-    plain_rows: Tensor | None = None  # int64
+    plain_rows: Tensor | slice | None = None  # int64
 
     @classmethod
     def of(
@@ -96,7 +97,9 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         starts = common.query_start_loc_cpu.numpy()
         plain, rows = None, None
         if not is_tree.all():
-            part, rows = part_of(common, ~is_tree, starts)
+            part, index = part_of(common, ~is_tree, starts)
+            first, stop = int(index[0]), int(index[-1]) + 1
+            rows = slice(first, stop) if stop - first == len(index) else index
             plain = super().build(common_prefix_len, part, fast_build)
         trees = torch.from_numpy(np.flatnonzero(is_tree))
         tree, table = step.tree, common.block_table_tensor
@@ -144,7 +147,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
 def part_of(
     common: CommonAttentionMetadata, chosen: np.ndarray, starts: np.ndarray
 ) -> tuple[CommonAttentionMetadata, Tensor]:
-    """The metadata of a subset of requests, and their token rows."""
+    """The metadata of a subset of requests, and their token rows, ascending."""
     requests = np.flatnonzero(chosen)
     lengths = starts[requests + 1] - starts[requests]
     cu = torch.from_numpy(np.concatenate(([0], lengths.cumsum())).astype(np.int32))
@@ -214,12 +217,13 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         rows = attn_metadata.plain_rows
         if rows is not None:
             part = query[rows]
-            result = torch.empty_like(part)
+            result = output[rows] if isinstance(rows, slice) else torch.empty_like(part)
             super().forward(
                 layer, part, key, value, kv_cache, attn_metadata.plain, result,
                 output_scale, output_block_scale,
             )  # fmt: skip
-            output.index_copy_(0, rows, result)
+            if isinstance(rows, Tensor):
+                output.index_copy_(0, rows, result)
         if self._layout is None:
             self._layout = CacheLayout.of(kv_cache, layer.isa)
         assert attn_metadata.make_plan is not None

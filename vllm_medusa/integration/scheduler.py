@@ -26,10 +26,12 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_medusa.budget.expected_acceptance import USUAL_TAUS, ExpectedAcceptance
 from vllm_medusa.budget.policy import AutoBudget, FixedBudget
 from vllm_medusa.budget.store import CostStore
+from vllm_medusa.config import GROWN_METHODS
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.clock import PipelinedClock, Step, StepClock
 from vllm_medusa.integration.cost_key import cost_key
 from vllm_medusa.integration.draft_messages import Draft
+from vllm_medusa.integration.eagle import beam_of, scratch_of
 from vllm_medusa.integration.grammar_drafts import GrammarDrafts
 from vllm_medusa.integration.metrics import StepReport
 from vllm_medusa.integration.options import TreeSettings
@@ -70,6 +72,8 @@ class TreeScheduler(Scheduler):
         )
         # forced runs are also drafted in steps without heads
         self.drafts_forced = not on_v2 and not isinstance(options.budget, int | None)
+        grown = self.vllm_config.speculative_config.method in GROWN_METHODS
+        self._scratch = scratch_of(beam_of(tree)) if grown else 0  # positions after the tokens
         key = cost_key(self.vllm_config) | {"rows": str(self.max_step_rows())}
         self.costs = CostStore(Path(envs.VLLM_CACHE_ROOT) / "medusa", key, self.max_step_rows())
         self.policy = self.new_policy()
@@ -275,8 +279,9 @@ class TreeScheduler(Scheduler):
         return min(self.policy.limit(requests, room, self._full), allowed)
 
     def _max_allowed(self) -> int:
-        """Max draft nodes that any running request allows."""
-        own = (max_draft_tokens(request) for request in self.running)
+        """Max draft nodes that any running request allows; 0 near the end of the context."""
+        drafted = (r for r in self.running if r.num_tokens + self._scratch <= self.max_model_len)
+        own = (max_draft_tokens(request) for request in drafted)
         return max((self.max_drafts if most is None else most for most in own), default=0)
 
     def _draft_of(self, req_id: str) -> Draft | None:

@@ -223,13 +223,13 @@ def conclusion(document: dict[str, Any]) -> list[str]:
         first = next(each for row in rows for each in row["differences"])
         said = [
             f"{different} of {requests} requests differ from plain vLLM's, the first "
-            f"({first['request_id']}) at token {first['position']}."
+            f"({first['request_id']}) at token {first['position']}: "
         ]
         said[0] += (
-            " This must not happen in float32: please report it."
+            "this must not happen in float32, please report it."
             if dtype == "float32"
-            else f" In {dtype} rounding depends on the number of rows, in plain vLLM too, so "
-            "near-ties may be resolved differently."
+            else f"expected in {dtype}, whose rounding depends on the number of rows of a step, in "
+            "plain vLLM too."
         )
     automatic, machine = document[AUTOMATIC], document["machine"]
     default = f"By default (automatic trees), it has {automatic['ratio']:.2f}x plain vLLM's speed"
@@ -255,6 +255,6 @@ def conclusion(document: dict[str, Any]) -> list[str]:
         )
     if document["engine_args"].get("enforce_eager"):
         said.append(
-            "Both engines ran eagerly; with torch.compile, vLLM's default, ratios may differ."
+            "Both engines ran eagerly (enforce_eager); compiled, as by default, ratios may differ."
         )
     return said

@@ -180,12 +180,12 @@ def plan_engine(
     max_model_len: int | None = None,  # if set by the user
     *,
     dtype: str = "auto",
-    tokens: int = 0,  # max generated tokens of the job
+    tokens: int | None = None,  # max generated tokens, if few are not worth compiling for
     engines: int = 1,  # running concurrently on this machine
 ) -> EnginePlan:
     """Default engine arguments.
 
-    On CPUs a small job runs eagerly, which starts in seconds, and the key-value cache holds the
+    On CPUs a small job may run eagerly, which starts sooner, and the key-value cache holds the
     longest ``batch`` texts; if that is too much memory, vLLM runs fewer at a time. On a GPU,
     several engines share its memory. Prefix caching is off, so that rounds are comparable.
 
@@ -198,7 +198,7 @@ def plan_engine(
         if engines > 1:
             arguments["gpu_memory_utilization"] = round(_GPU_SHARE / engines, 2)
         return EnginePlan(arguments)
-    if tokens < COMPILE_FROM:
+    if tokens is not None and tokens < COMPILE_FROM:
         arguments["enforce_eager"] = True
     if max_model_len is not None:
         return EnginePlan(arguments)

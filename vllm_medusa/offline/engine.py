@@ -54,7 +54,7 @@ def without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def start_seconds(arguments: Mapping[str, Any]) -> int:
     """Approximate start-up time of an engine, compiled or not."""
-    return 20 if arguments.get("enforce_eager") else 75
+    return 30 if arguments.get("enforce_eager") else 75
 
 
 class EngineRefused(ValueError):

@@ -144,9 +144,8 @@ def run_prompts(
             acceptance.update(result.acceptance)
             tokens, done = tokens + result.num_tokens, done + 1
             tau = acceptance.tau or 1.0  # 1: without drafts
-            more = f", tau {tau:.2f}" if tau > 1 else ""
-            rate = tokens / (time.perf_counter() - start)
-            progress.at("generating", done, total, f"{rate:.0f} tok/s of finished texts{more}")
+            more = f"tau {tau:.2f}" if tau > 1 else ""
+            progress.at("generating", done, total, more)
         return Speed(tokens, time.perf_counter() - start, acceptance.tau)
 
 

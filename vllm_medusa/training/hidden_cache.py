@@ -101,7 +101,7 @@ class HiddenStates:
     ) -> None:
         """Compute the missing shards; processes that share the folder share the work.
 
-        ``done`` is called with the number of finished rows and the total.
+        ``done`` is called with the number of finished tokens, prompts included, and the total.
 
         Raises CacheError: states are not finite in this dtype (the message has the record's line),
         or the disk does not have enough free space for the missing shards.
@@ -113,15 +113,16 @@ class HiddenStates:
             sizes = (self._num_rows(shard) * len(self._absent(shard)) for shard in missing)
             self._require_space(sum(sizes) * self._file_row)
             self.folder.mkdir(parents=True, exist_ok=True)
-        total, ready = sum(map(self._num_rows, todo)), 0
+        texts = {shard: range(*self._shards[shard : shard + 2]) for shard in todo}
+        total, ready = sum(int(self._tokens[each].sum()) for each in texts.values()), 0
         for shard in todo:
             states = torch.empty(self._num_rows(shard), self.target.hidden_size, dtype=self.dtype)
-            for text, found in self.computed(range(*self._shards[shard : shard + 2])):
+            for text, found in self.computed(texts[shard]):
                 start = self.texts.first[text]
                 stop = start + len(found)
                 at, end = self._slots[[start, stop]] - self._bases[shard]
                 states[at:end] = found[torch.from_numpy(self._wanted[start:stop])].cpu()
-                ready += int(end - at)
+                ready += len(found)
                 if done is not None:
                     done(ready, total)
             columns = states.split(self._width, 1)

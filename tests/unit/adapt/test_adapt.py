@@ -144,7 +144,7 @@ def test_the_plan_is_printed_first(arguments, tmp_path, monkeypatch, capfd):
         cli.main([*arguments, "--on-bad-line", "skip"])
     said = commands.said(capfd)
     assert "skipping 1 bad line:" in said
-    assert "compare vLLM with it against plain vLLM: about 6 min" in said
+    assert "compare vLLM with it against plain vLLM: about 10 min" in said
     assert "has no chat template, so 1 conversation of" in said
     assert "as plain text, without" not in said
     assert "10 texts of up to 512 new tokens" in said
@@ -235,7 +235,7 @@ def test_a_faster_machine_takes_less_but_measures_as_long(monkeypatch: pytest.Mo
     assert slow["distill"] == pytest.approx(75 + forward) and slow["train"] > 2 * forward
     assert slow["train"] == 2 * fast["train"]
     assert slow["distill"] > fast["distill"] > slow["distill"] / 2  # start-up takes constant time
-    assert slow["compare"] == fast["compare"] == pytest.approx(380)
+    assert slow["compare"] == fast["compare"] == pytest.approx(600)
     medusa = HeadOptions(kind="medusa")
     joint = seconds(1e10, method="medusa-2", heads=medusa)
     assert joint["train"] > seconds(1e10, heads=medusa)["train"]

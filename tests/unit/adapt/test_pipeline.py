@@ -220,9 +220,9 @@ def test_the_output_contains_heads_and_their_figures(adapt):
     page = (output / "report.md").read_text()
     for words in (
         "The fastest fixed number, 3 draft nodes, has 1.40x.",
-        "The heads' own tree has 3 draft nodes; ",
+        "The heads' config has a static tree of 3 draft nodes, which",
         "| **3** | **1.50** |",
-        "| 1 | t + 3 | 0.250 | 0.400 | 0.400 |",
+        "| 1 | 2 | 0.250 | 0.400 | 0.400 |",
         "Expected tau from calibration: 1.30 with 1, 1.60 with 3 draft nodes.",
         f"vllm-medusa serve target --speculative-model {output}",
         "seed 3, float32",
