@@ -129,6 +129,19 @@ def test_drafting_stops_at_the_largest_limit_of_a_request(make: Make, ahead: boo
     assert worker.nodes[2:] == [{"r1": 1, "r3": 3}] * 4
 
 
+def test_no_drafting_without_room_for_the_drafters_entries(make: Make) -> None:
+    scheduler = make(budget=4)
+    assert scheduler._scratch == 0  # heads need none
+    scheduler._scratch = 256 - 26
+    worker = run(scheduler, 2, 0)
+    tokens = []
+    for _ in range(14):
+        tokens.append(max(r.num_tokens for r in scheduler.requests.values()))
+        worker.step()
+    assert tokens[-1] > 26
+    assert [limit > 0 for limit in worker.limits] == [number <= 26 for number in tokens]
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_automatic_budget_learns_from_steps(make: Make, ahead: bool) -> None:
     scheduler = make(ahead, budget="auto")
