@@ -57,11 +57,20 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in the generated parts; point links to files outside docs/ into the site."""
     folder = posixpath.dirname(page.file.src_uri)
     data = posixpath.relpath(DATA, folder or ".")
-    markdown = re.sub(r"\]\((\.\./)+benchmarks/results/", f"]({data}/", markdown)
+    markdown = re.sub(r"\]\((\.\./)*benchmarks/results/", f"]({data}/", markdown)
     for name, site in PAGES.items():
         own = posixpath.relpath(site, folder or ".")
         markdown = re.sub(rf"\]\((\.\./)+{name}\.md", f"]({own}.md", markdown)
     return markdown.replace("](../../docs/", "](../../") if folder == DATA else markdown
+
+
+def on_post_build(config: Any) -> None:
+    """Check that every picture exists: ``--strict`` checks only links."""
+    site = Path(config["site_dir"])
+    for page in sorted(site.rglob("*.html")):
+        for picture in re.findall(r'<img [^>]*src="([^":]+)"', page.read_text(encoding="utf-8")):
+            if not (page.parent / picture).is_file():
+                raise SystemExit(f"{page.relative_to(site)}: there is no picture {picture}")
 
 
 def filled(page: str) -> str:
