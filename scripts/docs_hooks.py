@@ -31,8 +31,12 @@ GENERATED = [
     for name in ("how/decode.md", "reference/commands.md", "reference/config.md")
 ]
 DATA = "results/data"  # the tables' folder in the site
-PAGES = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog"}
-PAGES |= {"demo/README": "demo"}
+PAGES = {
+    "README": "index",
+    "CONTRIBUTING": "contributing",
+    "CHANGELOG": "changelog",
+    "demo/README": "demo",
+}
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -70,7 +74,10 @@ def on_post_build(config: Any) -> None:
     for page in sorted(site.rglob("*.html")):
         for picture in re.findall(r'<img [^>]*src="([^":]+)"', page.read_text(encoding="utf-8")):
             if not (page.parent / picture).is_file():
-                raise SystemExit(f"{page.relative_to(site)}: there is no picture {picture}")
+                raise SystemExit(
+                    f"{page.relative_to(site)}: there is no picture {picture}. Correct its link in "
+                    "the source, or the rewriting in on_page_markdown."
+                )
 
 
 def filled(page: str) -> str:
