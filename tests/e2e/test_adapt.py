@@ -54,7 +54,7 @@ def kill_in_stage(process: subprocess.Popen[str], name: str) -> None:
     """SIGKILL the command itself once the stage has started; its children must end."""
     assert process.stderr is not None
     for line in process.stderr:
-        if f" {name}: vllm-medusa" in line:
+        if f"/7 {name}: " in line:
             break
     else:
         raise AssertionError(f"{name} never began")

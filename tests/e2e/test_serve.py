@@ -42,6 +42,7 @@ CHATS = [
 TOKENS = 48
 NODES = 7
 START_UP_S = 600
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,24 @@ def test_tool_calls(server: Server) -> None:
     tokens = reply.usage.completion_tokens
     accepted = server.metric("spec_decode_num_accepted_tokens_total")[0] - before
     assert accepted > tokens / 2  # of two answers; most tokens are forced by the schema
+
+
+def test_examples(server: Server, tmp_path: Path) -> None:
+    def example(name: str, *arguments: str) -> str:
+        command = [sys.executable, str(EXAMPLES / name), "--base-url", f"{server.url}/v1"]
+        given = [*command, "--max-tokens", "12", *arguments]
+        return subprocess.run(given, check=True, capture_output=True, text=True, timeout=120).stdout
+
+    lines = [*({"prompt": text} for text in prompts()[:2]), {"messages": CHATS[1]}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    names = ("spec_decode_num_drafts_total", "medusa_step_requests_total")
+    before = [server.metric(name)[0] for name in names]
+    said = example("server_gain.py", str(tmp_path / "prompts.jsonl"), "--rounds", "1")
+    drafts, steps = (server.metric(name)[0] - old for name, old in zip(names, before, strict=True))
+    assert 0 < drafts < steps / 2  # half of the tokens are decoded without drafts
+    assert "round 1: " in said and "x with drafts (median of 1" in said
+    assert "3 of 3 answers of the last round are the same text" in said
+    assert "--- chat" in example("openai_client.py")
 
 
 def test_metrics_count_drafts(server: Server) -> None:

@@ -53,6 +53,9 @@ class AdaptOptions(EngineOptions, PromptFile):
         "medusa-1: the target stays as it is; medusa-2: it is trained with --drafter medusa",
         default="medusa-1",
     )
+    dry_run: bool = option(
+        "print the plan, with time and disk space needed, and stop", default=False
+    )
     heads: HeadOptions = group("drafter", factory=HeadOptions)
     training: StepOptions = group("training; the seed applies to all stages", factory=StepOptions)
     cache: CacheOptions = group("medusa-1: hidden states of the target", factory=CacheOptions)

@@ -37,9 +37,11 @@ def adapt(
 ) -> dict[str, Any] | None:
     """Train heads for a target; if killed, the same call resumes.
 
-    Returns the contents of report.json; None: the output already has these heads.
+    Returns the contents of report.json; None: a dry run, or the output already has these heads.
     """
     plan = check(options, progress)
+    if options.dry_run:
+        return None
     output = options.output
     existing = written_by_adapt(output)
     if existing == plan.key and not options.overwrite:
@@ -85,12 +87,13 @@ def stages_of(plan: Plan, at: Callable[[str], Path]) -> list[Stage]:
     stages = [
         Stage(
             "check",
+            "whether vLLM can serve the target with such a drafter",
             check_served,
             lambda here: serving,
-            command="check that vLLM can serve the target with such heads",
         ),
         Stage(
             "distill",
+            "the target answers the prompts",
             distill,
             lambda here: taken(
                 DistillOptions,
@@ -105,6 +108,7 @@ def stages_of(plan: Plan, at: Callable[[str], Path]) -> list[Stage]:
         ),
         Stage(
             "split",
+            "texts to train, to calibrate and to measure on",
             split_texts,
             lambda here: {
                 "data": at("distill") / RECORDS,
@@ -113,10 +117,10 @@ def stages_of(plan: Plan, at: Callable[[str], Path]) -> list[Stage]:
                 "on_bad_line": options.on_bad_line,
             },
             [*FILES, COUNTS],
-            "split the texts into training, calibration and measurement texts",
         ),
         Stage(
             "train",
+            "the drafter learns to predict these answers",
             train_unharmed,
             lambda here: options.train_options(
                 TextFiles(data=part(TRAIN), heldout=part(CALIBRATE), output=here / "heads")
@@ -125,6 +129,7 @@ def stages_of(plan: Plan, at: Callable[[str], Path]) -> list[Stage]:
         ),
         Stage(
             "calibrate",
+            "how often each rank of each head is right, on held-out answers",
             calibrate,
             lambda here: CalibrateOptions(
                 model=target(),
@@ -138,6 +143,7 @@ def stages_of(plan: Plan, at: Callable[[str], Path]) -> list[Stage]:
         ),
         Stage(
             "tree",
+            "the best tree of each size",
             choose_tree,
             lambda here: TreeOptions(heads=here / "heads", num_draft_tokens=max(budgets)),
             CALIBRATED,
@@ -145,6 +151,7 @@ def stages_of(plan: Plan, at: Callable[[str], Path]) -> list[Stage]:
         ),
         Stage(
             "compare",
+            "vLLM with the drafter against plain vLLM, on prompts not used so far",
             compare,
             lambda here: taken(
                 CompareOptions,

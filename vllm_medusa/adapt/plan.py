@@ -58,7 +58,7 @@ class Plan:
     @property
     def key(self) -> str:
         """A digest of everything that the result depends on."""
-        places = dict.fromkeys(("target", "prompts", "output", "overwrite", "work"))
+        places = dict.fromkeys(("target", "prompts", "output", "overwrite", "work", "dry_run"))
         settings = values_of(self.options) | places
         return digest_json([settings, self.target, self.prompts_digest])[:12]
 

@@ -33,10 +33,10 @@ class Stage:
     """A job whose options may refer to the folders of earlier stages."""
 
     name: str
+    text: str  # what it does
     job: Callable[..., Any]  # see `run_in_process`
     options: Callable[[Path], Options | dict[str, Any]]  # of the job, given the stage's folder
     outputs: Sequence[str] = ()  # files that later stages need from its folder
-    command: str = ""  # a description, if not a `vllm-medusa` command
     changes: str = ""  # an earlier stage: every attempt starts from copies of its outputs
 
 
@@ -45,7 +45,7 @@ class Finished:
     """A finished stage."""
 
     folder: Path
-    command: str  # of `vllm-medusa`, or a description
+    command: str  # of `vllm-medusa`, or its text if it is none
     seconds: float
 
 
@@ -75,14 +75,13 @@ class WorkFolder(Run):
 
     def _run(self, stage: Stage, head: str) -> None:
         here = self.folder / f"{stage.name}-{_key(stage.options(Path()), self.before)}"
-        arguments, words, command = stage.options(here), list[str](), stage.command
+        arguments, words = stage.options(here), list[str]()
         if isinstance(arguments, Options):
             words = ["vllm-medusa", stage.name, *command_line(arguments)]
-            command = shlex.join(words)
         if (seconds := _done(here, stage.outputs)) is not None:
             self.progress.note(f"{head}: already done ({duration(seconds)})")
         else:
-            self.progress.note(f"{head}: {command}")
+            self.progress.note(f"{head}: {stage.text}")
             start = time.monotonic()
             try:
                 here.mkdir(exist_ok=True)
@@ -101,7 +100,7 @@ class WorkFolder(Run):
             seconds = round(time.monotonic() - start, 1)
             noted = {each: digest(here / each) for each in stage.outputs}
             write_json(here / DONE, {"command": words, "outputs": noted, "seconds": seconds})
-        self.finished[stage.name] = Finished(here, command, seconds)
+        self.finished[stage.name] = Finished(here, shlex.join(words) or stage.text, seconds)
         if stage.outputs:
             self.before = here.name
 

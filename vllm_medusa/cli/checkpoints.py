@@ -34,6 +34,7 @@ Exit status: 0 it fits, 1 it does not, 2 it is no such checkpoint, or --target i
 
 _MARKS = {"fits": "ok ", "does not fit": "NO ", "unknown": "?  "}
 _SHOWN_NODES = 40
+_SHOWN_OTHERWISE = ("source", "fits", "damage", "checks", "tree")
 
 
 def run_convert(options: ConvertOptions, progress: ConsoleProgress) -> int:
@@ -97,21 +98,23 @@ def run_inspect(options: InspectOptions, progress: ConsoleProgress) -> int:
         print(json.dumps(document, indent=2))
         return 0 if found.fits else 1
     print(f"{options.path}: {what}")
-    tree, medusa = document.pop("tree", None), document.pop("medusa", {})
-    checks, damage = document.pop("checks"), document.pop("damage", ())
-    for key, value in {**document, **medusa}.items():
-        if key not in ("source", "fits"):
-            text = value if isinstance(value, str) else json.dumps(value)
-            print(f"  {key:20} {text:.90}")
-    if tree:
-        print(f"  {'tree':20} {len(tree)} draft nodes")
-        stdout_console().print(drawn_tree(tree[:_SHOWN_NODES]))
-    for text in damage:
+    for text in document.get("damage", ()):
         print(f"DAMAGED: {text}")
-    for check in checks:
+    for check in document["checks"]:
         print(f"{_MARKS[check['verdict']]}{check['name']}: {check['text']}")
     if options.target is not None:
-        unsure = any(check["verdict"] == "unknown" for check in checks)
+        unsure = any(check["verdict"] == "unknown" for check in document["checks"])
         fits = "it fits, as far as is known" if unsure else "it fits"
         print(f"{options.target}: {fits if found.fits else 'IT DOES NOT FIT'}")
+    print("details (everything: --json)")
+    medusa = document.pop("medusa", {})
+    document |= {key: value for key, value in medusa.items() if not isinstance(value, dict | list)}
+    for key, value in document.items():
+        if value is not None and key not in _SHOWN_OTHERWISE:
+            named = isinstance(value, dict)
+            text = ", ".join(f"{n} {v}" for n, v in value.items()) if named else str(value)
+            print(f"  {key:20} {text}")
+    if tree := document.get("tree"):
+        print(f"  {'tree':20} {len(tree)} draft nodes")
+        stdout_console().print(drawn_tree(tree[:_SHOWN_NODES]))
     return 0 if found.fits else 1

@@ -45,6 +45,8 @@ def run_adapt(options: AdaptOptions, progress: ConsoleProgress) -> int:
     from vllm_medusa.adapt.pipeline import MEASURE, adapt
 
     document = adapt(options, progress, invocation())
+    if options.dry_run:
+        return 0
     if document is None:
         progress.note(f"nothing to do; the heads are in {options.output}")
         return 0

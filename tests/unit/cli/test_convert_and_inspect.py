@@ -49,11 +49,12 @@ def test_inspect_describes_it_and_checks_that_it_fits(command, tmp_path):
         "parameters           986880\n",
         "12 draft nodes",
         "── 0",
-        "provenance",
+        "everything: --json",
         "ok fingerprint",
         f"{TARGET}: it fits\n",
     ):
         assert words in out, words
+    assert out.index("it fits") < out.index("num_heads") and "provenance" not in out
     status, out, _ = command("inspect", tmp_path / "a", "--target", target(tmp_path / "t"))
     assert status == 1 and "NO fingerprint" in out and "IT DOES NOT FIT" in out
     status, out, _ = command("inspect", HEADS, "--json")  # for programs
