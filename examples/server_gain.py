@@ -3,7 +3,8 @@
     python examples/server_gain.py prompts.jsonl --concurrency 4
 
 Each round sends all prompts twice, without drafts (`max_draft_tokens: 0`, which decodes as plain
-vLLM does) and with drafts. Use a server that has no other load.
+vLLM does) and with drafts. Prompts are in the server's prefix cache after the first round, so their
+prefills hardly count. Use a server that has no other load.
 """
 
 from __future__ import annotations

@@ -149,7 +149,8 @@ class AutoBudget:
             return min(self._trial[0], self.max_drafts)
         self._waited += 1
         if self._waited >= _WAIT or self._surprises != self.cost.surprises:
-            self._surprises = self.cost.surprises
+            if self._surprises != self.cost.surprises:
+                self._surprises, self.turn, self._saved = self.cost.surprises, 0, math.inf
             self._begin_trial(plan)
             if self._trial_left:
                 self._trial_left -= 1
@@ -322,15 +323,17 @@ class AutoBudget:
         self._idle = 0
 
     def _alternative(self, plan: Plan) -> tuple[int, int, float, float]:
-        """The alternative from `Plan.arms`: in turn nothing, another limit, another node count.
+        """The alternative from `Plan.arms`: every other time nothing, else a limit or node count.
 
-        Numbers of nodes are tried next to the best one, since distant ones tell little about it.
+        Plain steps are tried that often because they are what drafting is compared with: if only
+        steps with drafts become slower, this looks like a slower machine until one ran. Numbers of
+        nodes are tried next to the best one, since distant ones tell little about it.
         """
         turn = self.turn
         if self.drafting:
-            if turn % 4 == 0:
+            if turn % 2 == 0:
                 return _arm(plan.arms[0])
-            turn -= turn // 4 + 1
+            turn //= 2
         others = self.drafting and turn % 2 == 0 and not self.even
         limit = plan.limit if others else self.limits[turn // 2 % len(self.limits)]
         arms = plan.arms[plan.arms[:, 0] == limit]

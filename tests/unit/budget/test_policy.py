@@ -252,6 +252,22 @@ def test_wrong_tables_are_corrected(name, wrong):
     assert speed >= 0.92 * max(record.speed(500) for record in fixed(name).values())
 
 
+def test_every_other_trial_is_of_plain_steps():
+    """And the first after a change of the machine: it may be one of steps with drafts alone."""
+    policy, tried = policy_at(0.001), []
+    for _ in range(800):
+        before = policy.trials
+        policy.limit(1, 4)
+        policy.observe(5, 1, 4, 10.0, 2.0)
+        if policy.trials > before:
+            tried.append(policy._trial)
+    assert policy.drafting and len(tried) > 8
+    assert [trial == (0, 0) for trial in tried[:8]] in ([True, False] * 4, [False, True] * 4)
+    policy.turn, policy._trial_left = 1, 0
+    policy.cost.surprises += 1
+    assert policy.limit(1, 4) == 0 and policy._trial == (0, 0)
+
+
 def test_equal_observations_give_equal_decisions():
     first, second = (serve(SERVERS["cpu, 4"], 300, new_policy()) for _ in range(2))
     assert first == second

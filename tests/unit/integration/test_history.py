@@ -17,7 +17,7 @@ from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm_medusa.integration.v1.history import MinTokensAt, PathHistory, install_moves, needs_tokens
 from vllm_medusa.integration.v1.verification import _is_plain_greedy
 
-BOTH = torch.tensor([True, True])
+BOTH, SECOND = torch.tensor([True, True]), torch.tensor([False, True])
 OTHER: Any = SimpleNamespace(is_argmax_invariant=lambda: False)  # a processor that must be kept
 
 
@@ -49,11 +49,41 @@ def test_the_path_counts_as_output(changes):
     given = metadata(**changes)
     assert needs_tokens(given) and not needs_tokens(metadata())
     history = PathHistory(given, 2)
-    assert history.at(BOTH).output_token_ids == [[7], [8, 9]]
+    assert history.at(BOTH)[1].output_token_ids == [[7], [8, 9]]
     history.extend(torch.tensor([1, 2]))
     history.extend(torch.tensor([3, 4]))
-    assert history.at(BOTH).output_token_ids == [[7, 1, 3], [8, 9, 2, 4]]
+    assert history.at(BOTH)[1].output_token_ids == [[7, 1, 3], [8, 9, 2, 4]]
+    requests, own = history.at(SECOND)
+    assert requests.tolist() == [1] and own.output_token_ids == [[8, 9, 2, 4]]
     assert given.output_token_ids == [[7], [8, 9]]
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_num_logprobs": 0}, {"logprob_token_ids": {0: [1]}}])
+def test_only_active_requests_have_rows(changes):
+    """Except with logprobs; inactive requests draw nothing in any case."""
+    first, second = torch.Generator(), torch.Generator()
+    rules = MinTokens({1: (3, [8, 9], {1}, False)})
+    given = metadata(
+        temperature=torch.tensor([0.5, 0.7]),
+        top_k=torch.tensor([5, 6]),
+        generators={0: first, 1: second},
+        allowed_token_ids_mask=torch.eye(2, dtype=torch.bool),
+        bad_words_token_ids={1: [[3]]},
+        no_penalties=False,
+        presence_penalties=torch.tensor([0.1, 0.2]),
+        logitsprocs=LogitsProcessors([rules]),
+        **changes,
+    )
+    requests, own = PathHistory(given, 2).at(SECOND)
+    place = int(bool(changes))  # of request 1 among the rows
+    assert requests.tolist() == [0, 1][1 - place :]
+    assert own.temperature[place] == 0.7 and own.top_k[place] == 6 and own.top_p is None
+    assert own.generators == {place: second} and given.generators == {0: first, 1: second}
+    assert own.allowed_token_ids_mask[place].tolist() == [False, True]
+    assert own.bad_words_token_ids == {place: [[3]]}
+    assert own.presence_penalties[place] == 0.2 and own.output_token_ids[place] == [8, 9]
+    (minimum,) = own.logitsprocs.non_argmax_invariant
+    assert minimum.apply(torch.zeros(1 + place, 2))[place].isneginf().tolist() == [False, True]
 
 
 @pytest.mark.parametrize("grammar", [False, True])

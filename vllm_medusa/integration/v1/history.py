@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from vllm_medusa.integration.overrides import override
 
+_PENALTIES = ("frequency", "presence", "repetition")
+
 
 class PathHistory:
     """Tracks B walks; the host keeps token lists only for requests that depend on them."""
@@ -27,35 +29,75 @@ class PathHistory:
         self.metadata = metadata
         self.has_budgets = has_budgets(metadata)
         self.keeps_tokens = needs_tokens(metadata) or self.has_budgets
-        self.min_tokens = min_token_rules(metadata)
+        # whose rows can't be left out: of thinking budgets (state by row) and logprobs (columns)
+        self.needs_all = self.has_budgets or metadata.max_num_logprobs is not None
+        self.needs_all |= bool(metadata.logprob_token_ids)
         self.paths: list[list[int]] = [[] for _ in range(batch_size)]
 
-    def at(self, active: Tensor) -> SamplingMetadata:
-        """Metadata for one row per request; requests that are not ``active`` draw nothing."""
-        changes: dict[str, Any] = {}
-        if self.metadata.generators:
-            going = active.tolist()
-            changes["generators"] = {
-                index: gen for index, gen in self.metadata.generators.items() if going[index]
-            }
+    def at(self, active: Tensor) -> tuple[Tensor, SamplingMetadata]:
+        """The requests to sample, int64 [R], and the metadata of one row for each.
+
+        These are the ``active`` ones (bool [B]) unless all rows are needed. Others draw nothing.
+        """
+        going = active.tolist()
+        owners = [row for row, goes in enumerate(going) if goes or self.needs_all]
+        outputs = None
         if self.keeps_tokens:
-            changes["output_token_ids"] = [
-                [*output, *path] if path else output
-                for output, path in zip(self.metadata.output_token_ids, self.paths, strict=True)
-            ]
-        if self.min_tokens:
-            lengths = [len(path) for path in self.paths]
-            changes["logitsprocs"] = with_min_tokens(
-                self.metadata, MinTokensAt(self.min_tokens, list(enumerate(lengths)))
-            )
-        metadata = replace(self.metadata, **changes) if changes else self.metadata
-        return one_row_each(metadata, active.tolist()) if self.has_budgets else metadata
+            known = self.metadata.output_token_ids
+            outputs = [[*known[row], *self.paths[row]] for row in owners]
+        metadata = of_rows(self.metadata, owners, outputs, [len(self.paths[row]) for row in owners])
+        generators = self.metadata.generators
+        drawn = [(row, owner) for row, owner in enumerate(owners) if going[owner]]
+        metadata.generators = {
+            row: generators[owner] for row, owner in drawn if owner in generators
+        }
+        if self.has_budgets:
+            metadata = one_row_each(metadata, going)
+        return torch.tensor(owners, dtype=torch.int64, device=active.device), metadata
 
     def extend(self, tokens: Tensor) -> None:
         """Append the tokens sampled at this level (int64 [B])."""
-        if self.keeps_tokens or self.min_tokens:
-            for path, token in zip(self.paths, tokens.tolist(), strict=True):
-                path.append(token)
+        for path, token in zip(self.paths, tokens.tolist(), strict=True):
+            path.append(token)
+
+
+def of_rows(
+    metadata: SamplingMetadata,
+    owners: Sequence[int],
+    outputs: list[list[int]] | None,
+    depths: Sequence[int],
+) -> SamplingMetadata:
+    """The metadata of rows that belong to the requests ``owners``, without generators.
+
+    Args:
+        metadata: of the batch.
+        owners: a request may have several rows, or none.
+        outputs: output tokens before each row; None: not needed (`needs_tokens`).
+        depths: how many of them are of this step.
+
+    """
+    of = torch.tensor(owners, dtype=torch.int64)
+
+    def pick(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[of.to(tensor.device)]
+
+    changes: dict[str, Any] = {
+        name: pick(getattr(metadata, name))
+        for name in ("temperature", "top_p", "top_k", "allowed_token_ids_mask")
+    }
+    if not metadata.no_penalties:
+        names = ("prompt_token_ids", *(f"{kind}_penalties" for kind in _PENALTIES))
+        changes |= {name: pick(getattr(metadata, name)) for name in names}
+    if outputs is not None:
+        changes["output_token_ids"] = outputs
+    if words := metadata.bad_words_token_ids:
+        changes["bad_words_token_ids"] = {
+            row: words[owner] for row, owner in enumerate(owners) if owner in words
+        }
+    if rules := min_token_rules(metadata):
+        processor = MinTokensAt(rules, list(zip(owners, depths, strict=True)))
+        changes["logitsprocs"] = with_min_tokens(metadata, processor)
+    return replace(metadata, generators={}, spec_token_ids=None, **changes)
 
 
 class MinTokensAt:

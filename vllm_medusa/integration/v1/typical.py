@@ -6,7 +6,6 @@ sampler is given their tokens.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +15,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_medusa.integration.requests import TypicalRule
-from vllm_medusa.integration.v1.history import (
-    MinTokensAt,
-    min_token_rules,
-    needs_tokens,
-    with_min_tokens,
-)
+from vllm_medusa.integration.v1.history import needs_tokens, of_rows
 from vllm_medusa.sampler import NO_TOKEN, close_path, typical_path
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree.batch import TreeBatch
@@ -97,38 +91,14 @@ def _process(
 ) -> Tensor:
     """Penalties, bans, temperature and truncation, applied row by row as in plain decoding."""
     owners = [request for request in chosen for _ in range(tree.max_nodes)]  # [Q * N]
-    of = torch.tensor(owners, device=token_ids.device)
-
-    def pick(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[of]
-
-    changes: dict[str, Any] = {
-        "temperature": pick(metadata.temperature),
-        "top_p": pick(metadata.top_p),
-        "top_k": pick(metadata.top_k),
-        "generators": {},
-        "allowed_token_ids_mask": pick(metadata.allowed_token_ids_mask),
-        "bad_words_token_ids": {
-            row: metadata.bad_words_token_ids[request]
-            for row, request in enumerate(owners)
-            if request in metadata.bad_words_token_ids
-        },
-        "spec_token_ids": None,
-        "thinking_budget_state_holder": None,  # refused for typical requests
-    }
-    if rules := min_token_rules(metadata):
-        nodes = list(zip(owners, tree.depths.flatten().tolist(), strict=True))
-        changes["logitsprocs"] = with_min_tokens(metadata, MinTokensAt(rules, nodes))
-    if not metadata.no_penalties:
-        for name in ("frequency_penalties", "presence_penalties", "repetition_penalties"):
-            changes[name] = getattr(metadata, name)[of]
-        changes["prompt_token_ids"] = pick(metadata.prompt_token_ids)
+    outputs = None
     if needs_tokens(metadata):
-        changes["output_token_ids"] = [
+        outputs = [
             [*metadata.output_token_ids[request], *history]
             for request, history in zip(owners, _histories(tree, token_ids), strict=True)
         ]
-    per_row = replace(metadata, **changes)
+    per_row = of_rows(metadata, owners, outputs, tree.depths.flatten().tolist())
+    per_row.thinking_budget_state_holder = None  # refused for typical requests
     logits = sampler.apply_logits_processors(logits.to(torch.float32, copy=True), per_row, False)
     logits = sampler.apply_temperature(logits, per_row.temperature, per_row.all_random)
     return apply_top_k_top_p(logits, per_row.top_k, per_row.top_p)

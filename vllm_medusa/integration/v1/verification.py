@@ -43,14 +43,18 @@ def verify(
     levels: list[LogprobsTensors] = []
 
     def sample(level: int, nodes: Tensor, active: Tensor) -> Tensor:
+        tokens = torch.full_like(nodes, NO_TOKEN)
         if given is not None:
-            sampler.tokens = given[:, level]
-            active = active & (given[:, level] == NO_TOKEN)
-        rows = step.row_of_node.gather(1, nodes.unsqueeze(1)).squeeze(1)
-        output = sampler(logits=logits[rows], sampling_metadata=history.at(active))
-        tokens = output.sampled_token_ids.squeeze(1).to(torch.int64)
-        if output.logprobs_tensors is not None:
-            levels.append(output.logprobs_tensors)
+            tokens = given[:, level].clone()
+            active = active & (tokens == NO_TOKEN)
+            sampler.tokens = tokens if history.needs_all else None
+        requests, own = history.at(active)
+        if len(requests):
+            rows = step.row_of_node[requests, nodes[requests]]
+            output = sampler(logits=logits[rows], sampling_metadata=own)
+            tokens[requests] = output.sampled_token_ids.squeeze(1).to(torch.int64)
+            if output.logprobs_tensors is not None:
+                levels.append(output.logprobs_tensors)
         history.extend(tokens)
         return tokens
 
