@@ -40,6 +40,8 @@ class PathHistory:
         These are the ``active`` ones (bool [B]) unless all rows are needed. Others draw nothing.
         """
         going = active.tolist()
+        if not self.paths[0] and all(going) and not self.has_budgets:  # as in plain decoding
+            return torch.arange(len(going), device=active.device), self.metadata
         owners = [row for row, goes in enumerate(going) if goes or self.needs_all]
         outputs = None
         if self.keeps_tokens:
