@@ -1,12 +1,14 @@
-"""The wheel contains the whole package: it runs without a clone, also if built from the sdist.
+"""The wheel contains the whole package, also if built from the sdist, and runs without a clone.
 
-`make wheel` does the same with all extras in a fresh environment, and runs every command.
+`make wheel` installs it with its dependencies too, and runs every command.
 """
 
 import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -63,15 +65,22 @@ def test_the_sdist_builds_the_same_wheel(wheel, sources, tmp_path):
     assert contents[0] == contents[1]
 
 
-def test_it_runs_without_the_clone(wheel, tmp_path):
-    """Commands, presets and the plugin come from the wheel, in a separate folder."""
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
+def test_it_runs_in_a_fresh_environment(wheel, tmp_path):
+    """Installed by pip, without the clone; its dependencies are those of this environment."""
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"]
+    subprocess.run([*install, "--no-index", wheel], check=True)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
 
     def run(*words):
-        environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
         done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+            [tmp_path / "env" / "bin" / words[0], *words[1:]],
+            cwd=tmp_path,
+            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -83,9 +92,9 @@ print(vllm_medusa.__file__)
 print(*(entry.value for entry in metadata.entry_points(group="vllm.general_plugins")))
 print(len(vllm_medusa.preset_names()), vllm_medusa.load_preset("mc_sim_7b_63").num_draft_tokens)
 """
-    file, plugins, presets = run("-c", code).splitlines()
+    file, plugins, presets = run("python", "-c", code).splitlines()
     assert Path(file).is_relative_to(tmp_path)
     assert "vllm_medusa.plugin:register" in plugins
     assert presets.split()[1] == "63"
-    said = " ".join(run("-m", "vllm_medusa.cli", "--help").split())
+    said = " ".join(run("vllm-medusa", "--help").split())
     assert "Write heads, or an EAGLE-3 drafter, in another format" in said
