@@ -18,11 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from openai import APIConnectionError, NotFoundError, OpenAI
+from openai import APIConnectionError, APIStatusError, NotFoundError, OpenAI
 
 from vllm_medusa.offline.prompts import Prompt, load_prompts
 
 WITHOUT = {"vllm_xargs": {"medusa": json.dumps({"max_draft_tokens": 0})}}
+
+
+def positive(text: str) -> int:
+    """An integer above 0."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return int(text)
 
 
 def main() -> None:
@@ -33,18 +40,21 @@ def main() -> None:
     )
     parser.add_argument("prompts", type=Path, help="a file as for `vllm-medusa generate`")
     parser.add_argument("--base-url", default="http://localhost:8000/v1", help="ends with /v1")
-    parser.add_argument("--concurrency", type=int, default=1, help="requests at a time")
-    parser.add_argument("--limit", type=int, default=12, help="number of prompts")
-    parser.add_argument("--max-tokens", type=int, default=96, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=3, help="after one round to warm up")
+    parser.add_argument("--concurrency", type=positive, default=1, help="requests at a time")
+    parser.add_argument("--limit", type=positive, default=12, help="number of prompts")
+    parser.add_argument("--max-tokens", type=positive, default=96, help="of each answer")
+    parser.add_argument("--rounds", type=positive, default=3, help="after one round to warm up")
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    prompts = load_prompts(args.prompts)[: args.limit]
+    try:
+        prompts = load_prompts(args.prompts, on_bad_line="skip")[: args.limit]
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     client = OpenAI(base_url=args.base_url, api_key="not needed")
     try:
         model = client.models.list().data[0].id
     except (APIConnectionError, NotFoundError) as error:
-        parser.exit(1, f"No server answers at {args.base_url}: {error} Pass its --base-url.\n")
+        parser.exit(1, f"No vLLM server at --base-url {args.base_url} ({error}).\n")
 
     def answer(prompt: Prompt, extra: Mapping[str, object]) -> tuple[str, int]:
         """The text and the number of tokens of an answer."""
@@ -72,8 +82,12 @@ def main() -> None:
 
     ratios = []
     for number in range(args.rounds + 1):
-        without, texts = run(WITHOUT)
-        drafted, drafted_texts = run({})
+        try:
+            (without, texts), (drafted, drafted_texts) = run(WITHOUT), run({})
+        except (APIConnectionError, APIStatusError) as error:
+            parser.exit(1, f"The server did not answer a request: {error}\n")
+        except KeyboardInterrupt:
+            parser.exit(130, "interrupted\n")
         name = f"round {number}" if number else "warm-up"
         print(f"{name}: {without:.1f} tokens/s without drafts, {drafted:.1f} with them", flush=True)
         if number:
