@@ -102,14 +102,14 @@ def match_target(
             "is unknown.",
         )
     reason = "its weights have other values: another version, fine-tune or dtype"
+    effect = "The output is correct, but few draft tokens will be accepted. "
     for size in ("num_layers", "hidden_size", "vocab_size"):
         if stored.get(size) is not None and stored[size] != found[size]:
-            reason = f"{size} is {found[size]}, not {stored[size]}"
+            reason, effect = f"{size} is {found[size]}, not {stored[size]}", ""
     return TargetMatch(
         "different",
-        f"{name} was made for another target than {target} ({reason}). The output is correct, but "
-        "few draft tokens will be accepted: use the target that it was trained on, or train one "
-        "for this target.",
+        f"{name} was made for another target than {target} ({reason}). {effect}Use the target "
+        "that it was trained on, or train one for this target.",
     )
 
 
