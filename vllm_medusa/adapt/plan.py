@@ -120,8 +120,8 @@ def check(options: AdaptOptions, progress: Progress) -> Plan:
     )
     if work.written < _FEW_TOKENS and options.heads.start_heads is None:
         progress.warn(
-            f"{plural(texts, 'text')} with at most {work.written} new tokens are few to train on, "
-            "so tokens per step will be low. Use more prompts, --samples or --max-tokens."
+            f"{plural(texts, 'text')} with at most {work.written} new tokens in all turns are few "
+            "to train on, so tau will be low. Use more prompts, --samples or --max-tokens."
         )
     return Plan(options, target, digest(options.prompts), engine)
 

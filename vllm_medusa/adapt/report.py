@@ -88,8 +88,8 @@ def conclusion(document: dict[str, Any]) -> list[str]:
         tree = f'The drafter builds its trees itself; "budget": {nodes} limits them to that size.'
     else:
         tree = (
-            f"The heads' config has a static tree of {plural(nodes, 'draft node')}, which "
-            '"tree": "heads" selects.'
+            "Automatic trees, the default, need no option. The heads' config also has a static "
+            f'tree of {plural(nodes, "draft node")}, for "tree": "heads".'
         )
     said = [*comparison.conclusion(document["measured"]), tree]
     best = max(row["tau"] or 1 for row in document["measured"]["rows"])

@@ -243,7 +243,7 @@ class Job:
         ends = {token for token in target.end_tokens if token < known}
         token_map = frequent_tokens(counts, size, ends)
         covered = {"size": size, "coverage": round(coverage(counts, token_map), 4)}
-        text = f"{covered['coverage']:.1%} of the generated tokens"
+        text = f"covering {covered['coverage']:.1%} of the generated tokens"
         if self.heldout.records:
             unseen = coverage(count_tokens(self.heldout.records, known), token_map)
             covered["heldout_coverage"] = round(unseen, 4)

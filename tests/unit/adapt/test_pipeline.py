@@ -220,7 +220,7 @@ def test_the_output_contains_heads_and_their_figures(adapt):
     page = (output / "report.md").read_text()
     for words in (
         "The fastest fixed number, 3 draft nodes, has 1.40x.",
-        "The heads' config has a static tree of 3 draft nodes, which",
+        "also has a static tree of 3 draft nodes",
         "| **3** | **1.50** |",
         "| 1 | 2 | 0.250 | 0.400 | 0.400 |",
         "Expected tau from calibration: 1.30 with 1, 1.60 with 3 draft nodes.",
