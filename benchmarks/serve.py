@@ -6,10 +6,13 @@ Requests arrive as a Poisson process at given rates, from near idle to above pla
 and in a ramp up and down, independently of answers. All servers are running, but only one at a time
 is under load, with the same prompts, seeds and arrivals: A B C A, then in reverse. Plain vLLM has
 two rows; their difference shows the noise. Requests are sent and timed by vLLM's own `vllm bench
-serve`; answers must equal plain vLLM's.
+serve`. In float32 answers must equal plain vLLM's; in other dtypes, where near-ties depend on the
+other requests of a step, different ones are counted, also those of the second row.
 
-TPOT is a request's time after its first token, divided by the number of the remaining tokens.
-Tokens accepted together arrive together; ITL is the time between two such arrivals.
+TTFT is the time to the first token. TPOT is a request's time after it, divided by the number of the
+remaining tokens. Tokens accepted together arrive together; ITL is the time between two such
+arrivals. Ratios are of each request to the same one in plain vLLM: its TTFT, and its tokens per
+second from arrival to end.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import io
 import json
 import os
 import random
+import re
 import socket
 import tempfile
 import time
@@ -35,6 +39,7 @@ import numpy as np
 from benchmarks.case import Case, Plot, Row
 from benchmarks.compare import arm_of
 from benchmarks.engines import PLAIN, SEED, Arm, EngineOptions, environment, settings
+from demo import packed
 from vllm_medusa.job import JobFailed, Progress
 from vllm_medusa.offline.children import Channel, Child, end_of
 from vllm_medusa.options import Above, AtLeastZero, Positive, option
@@ -48,11 +53,11 @@ class ServeOptions(EngineOptions):
     """Options of the benchmark."""
 
     batch: tuple[Positive, ...] = option("max concurrent requests of a server", default=(16,))
-    max_tokens: Positive = option("max tokens per answer", default=32)
-    temperatures: tuple[AtLeastZero, ...] = option(default=(0.7,))
-    rates: tuple[Above, ...] = option("requests per second", default=(0.25, 0.5, 1.0, 2.0, 4.0))
+    others: tuple[Path, ...] = option("further heads or drafters", default=(), metavar="FOLDER")
+    max_tokens: Positive = option("max tokens per answer", default=64)
+    rates: tuple[Above, ...] = option("requests per second", default=(0.5, 1.0, 2.0, 4.0))
     ramp: AtLeastZero = option("rate at the top of the ramp; 0: none", default=4.0)
-    duration: Above = option("seconds of arrivals per rate; a ramp has twice as many", default=30.0)
+    requests: Positive = option("mean number of requests per rate and round", default=50)
     rounds: Positive = option("rounds over all servers, each with different arrivals", default=2)
     nodes: tuple[Positive, ...] = option("draft nodes of fixed-size trees", default=(4,))
 
@@ -85,6 +90,7 @@ class Answers:
     token_times: list[float] = field(default_factory=list)  # seconds per token after the first
     gaps: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)  # tokens per second of each request
     tokens: int = 0
     seconds: float = 0.0
     failed: int = 0
@@ -93,6 +99,8 @@ class Answers:
         """Add the results of `vllm bench serve` for a round."""
         each = zip(found["latencies"], found["ttfts"], found["output_lens"], strict=True)
         self.token_times += [(end - first) / (n - 1) for end, first, n in each if n > 1]
+        ends = zip(found["latencies"], found["output_lens"], strict=True)
+        self.speeds += [count / end if end else 0.0 for end, count in ends]
         self.ttfts += found["ttfts"]
         self.gaps += [gap for gaps in found["itls"] for gap in gaps]
         self.texts += found["generated_texts"]
@@ -100,8 +108,8 @@ class Answers:
         self.seconds += found["duration"]
         self.failed += sum(map(bool, found["errors"]))
 
-    def figures(self) -> dict[str, Any]:
-        """Milliseconds, and tokens per second."""
+    def figures(self, plain: Answers) -> dict[str, Any]:
+        """Milliseconds, tokens per second, and ratios to the same requests in plain vLLM."""
         found: dict[str, Any] = {"requests": len(self.texts)}
         found["tokens_per_second"] = self.tokens / self.seconds
         for name, seconds in (
@@ -111,26 +119,36 @@ class Answers:
         ):
             for percent in (50, 99):
                 found[f"{name}_p{percent}"] = 1e3 * float(np.percentile(seconds or [0], percent))
+        for name, own, base in (
+            ("ttft_ratio", self.ttfts, plain.ttfts),
+            ("speed_ratio", self.speeds, plain.speeds),
+        ):
+            low, median, high = np.percentile(np.divide(own, base), [25, 50, 75]).tolist()
+            found |= {name: median, f"{name}_quartiles": [low, high]}
         return found
 
 
 def loads(options: ServeOptions) -> list[Load]:
     """The rates, then the ramp."""
-    found = [Load(f"{rate:g}/s", rate, options.duration) for rate in options.rates]
+    found = [Load(f"{rate:g}/s", rate, options.requests / rate) for rate in options.rates]
     if options.ramp:
         name = f"ramp to {options.ramp:g}/s"
-        found.append(Load(name, options.ramp, 2 * options.duration, ramp=True))
+        found.append(Load(name, options.ramp, 2 * options.requests / options.ramp, ramp=True))
     return found
 
 
 def run(options: ServeOptions, progress: Progress) -> Iterator[Row]:
     """A row for each load and server, after all rounds of the load."""
     options = options.ready(progress)
+    assert options.target is not None
+    folders = [options.drafter, *(packed.usable(each, options.target) for each in options.others)]
     sizes = [("automatic", 0), *(("dynamic", nodes) for nodes in options.nodes)]
-    arms = [PLAIN, *(arm_of(options.drafter, form, size) for form, size in sizes)]
+    drafting = [arm_of(folder, form, size) for folder in folders for form, size in sizes]
+    wanted = re.compile(options.only or "")
+    arms = [PLAIN, *(arm for arm in drafting if arm and wanted.search(arm.name))]
     with contextlib.ExitStack() as stack:
         urls: dict[str, str] = {}
-        for arm in filter(None, arms):
+        for arm in arms:
             progress.note(f"{arm.name}: starting the server")
             try:
                 urls[arm.name] = stack.enter_context(server(arm, options))
@@ -140,7 +158,7 @@ def run(options: ServeOptions, progress: Progress) -> Iterator[Row]:
                 yield Row({"name": arm.name, "arm": arm.name}, failed=str(error))
         middle = sorted(options.rates)[len(options.rates) // 2]
         for temperature in options.temperatures:
-            warm_up = Load("warm-up", middle, 0.5 * options.duration)
+            warm_up = Load("warm-up", middle, 0.5 * options.requests / middle)
             for url in urls.values():
                 ask(url, requests(warm_up, 0, temperature, options), warm_up.seconds)
             for load in loads(options):
@@ -163,17 +181,19 @@ def _rows(
                 found[name].add(ask(urls.get(name, urls[PLAIN.name]), planned, load.seconds))
             except Exception as error:
                 broken[name] = f"{type(error).__name__}: {error}"
-    wanted = found[PLAIN.name].texts
+    plain = found[PLAIN.name]
     for name, answers in found.items():
         what = {"name": f"{name}, {load.name}, T {temperature:g}", "temperature": temperature}
         what |= {"load": load.name, "rate": None if load.ramp else load.max_rate, "arm": name}
         reason = broken.get(name) or broken.get(PLAIN.name, "")
+        numbers: dict[str, Any] = {}
         if not reason and answers.failed:
-            reason = f"{answers.failed} of {len(wanted)} requests failed"
+            reason = f"{answers.failed} of {len(plain.texts)} requests failed"
         elif not reason:
-            wrong = sum(a != b for a, b in zip(answers.texts, wanted, strict=True))
-            reason = f"{wrong} of {len(wanted)} answers differ from plain vLLM's" if wrong else ""
-        numbers = {} if reason else answers.figures()
+            wrong = sum(a != b for a, b in zip(answers.texts, plain.texts, strict=True))
+            numbers = answers.figures(plain) | {"differing": wrong}
+            if wrong and options.dtype == "float32":
+                reason = f"{wrong} of {len(plain.texts)} answers differ from plain vLLM's"
         yield Row(what, numbers, right=not reason, failed=reason)
 
 
@@ -232,7 +252,7 @@ def ask(url: str, planned: Sequence[Any], seconds: float) -> dict[str, Any]:
         profile=False,
         selected_percentile_metrics=[],
         selected_percentiles=[],
-        ignore_eos=True,
+        ignore_eos=False,
         goodput_config_dict={},
         max_concurrency=None,
         lora_modules=None,
@@ -326,14 +346,19 @@ CASE = Case(
         "load": ("requests", ""),
         "arm": ("server", ""),
         "tokens_per_second": ("tokens/s", ".1f"),
+        "speed_ratio": ("a request's tokens/s, ratio to plain", ".2f"),
+        "speed_ratio_quartiles": ("quartiles", ".2f"),
+        "ttft_ratio": ("TTFT, ratio to plain", ".2f"),
+        "ttft_ratio_quartiles": ("quartiles", ".2f"),
         "ttft_p50": ("TTFT ms, p50", ".0f"),
         "ttft_p99": ("p99", ".0f"),
         "token_p50": ("TPOT ms, p50", ".0f"),
         "token_p99": ("p99", ".0f"),
         "gap_p50": ("ITL ms, p50", ".0f"),
         "gap_p99": ("p99", ".0f"),
-        "requests": ("answers equal to plain vLLM's", ""),
+        "requests": ("answers compared with plain vLLM", "d"),
+        "differing": ("of these, different (not float32)", "d"),
     },
-    quick={"rates": (0.5, 2.0), "duration": 12.0, "rounds": 1, "max_tokens": 24},
-    plot=Plot("rate", ("ttft_p50", "token_p50", "token_p99", "tokens_per_second")),
+    quick={"rates": (0.5, 2.0), "requests": 8, "rounds": 1, "max_tokens": 24},
+    plot=Plot("rate", ("speed_ratio", "ttft_ratio", "token_p50", "tokens_per_second")),
 )

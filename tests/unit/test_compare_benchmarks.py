@@ -252,19 +252,23 @@ def test_servers_alternate_and_other_answers_have_no_figures(monkeypatch):
     def ask(url, requests, seconds):
         planned.append((url, requests))
         wrong = url == "heads, automatic" and requests == ("4/s", 1)
-        return answers(["a", "x" if wrong else "b"], 0.1)
+        return answers(["a", "x" if wrong else "b"], 0.1 if url == "plain" else 0.08)
 
     monkeypatch.setattr(serve, "server", Server)
     monkeypatch.setattr(serve, "requests", lambda load, number, *_: (load.name, number))
     monkeypatch.setattr(serve, "ask", ask)
-    options = ServeOptions(**ASSETS, rates=(1.0, 4.0), ramp=0.0, rounds=2, nodes=(4,))
+    options = ServeOptions(**ASSETS, rates=(1.0, 4.0), ramp=0.0, temperatures=(0.7,))
     rows = [row.to_dict() for row in serve.run(options, SILENT)]
     turns = ["plain", "heads, automatic", "plain", "plain", "heads, automatic", "plain"]
     assert planned[2:8] == [(url, ("1/s", i // 3)) for i, url in enumerate(turns)]
     assert rows[0]["failed"] == "no room" and rows[0]["arm"] == "heads, dynamic 4"
     assert [row["arm"] for row in rows[1:]] == 2 * ["plain", "heads, automatic", AGAIN]
     assert rows[2]["requests"] == 4 and rows[4]["requests"] == 4
+    ratios = [(row["speed_ratio"], row["ttft_ratio"]) for row in rows[1:4]]
+    assert ratios == [(1, 1), (pytest.approx(1.25), pytest.approx(0.8)), (1, 1)]
     assert rows[5]["failed"] == "1 of 4 answers differ from plain vLLM's"
+    rows = [row.to_dict() for row in serve.run(replace(options, dtype="bfloat16"), SILENT)]
+    assert [row["differing"] for row in rows[1:]] == [0, 0, 0, 0, 1, 0]
 
 
 def test_the_same_seed_gives_the_same_requests():
