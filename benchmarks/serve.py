@@ -300,8 +300,9 @@ def words(
     arm: Arm, options: EngineOptions, port: int, more: Mapping[str, Any] | None = None
 ) -> list[str]:
     """The arguments of `vllm-medusa serve`."""
-    made = settings(arm, options, {"disable_log_stats": False}) | dict(more or {})
+    made = settings(arm, options) | dict(more or {})
     found, speculation = [made.pop("model")], made.pop("speculative_config")
+    del made["disable_log_stats"]  # a server's default; it has no flag for it
     arguments: dict[str, Any] = {
         "served_model_name": _MODEL,
         "host": _HOST,
