@@ -409,12 +409,15 @@ def settings(
 
 
 @contextmanager
-def environment(arm: Arm, options: EngineOptions, costs: str) -> Iterator[None]:
+def environment(
+    arm: Arm, options: EngineOptions, costs: str, *, bind: bool = True
+) -> Iterator[None]:
     """Set the environment of processes started inside the block.
 
-    An automatic budget stores its step costs in the empty folder ``costs``. On CPUs, processes are
-    bound to cores as vLLM's own multiprocess executor binds its workers, with Intel's OpenMP if
-    installed.
+    An automatic budget stores its step costs in the empty folder ``costs``. On CPUs, a process that
+    runs the model is bound to cores as vLLM's multiprocess executor binds its workers, with Intel's
+    OpenMP if installed. Without ``bind`` this is left to that executor: a bound server would bind
+    its main thread to one core, and its workers would inherit that.
     """
     import torch
 
@@ -425,7 +428,7 @@ def environment(arm: Arm, options: EngineOptions, costs: str) -> Iterator[None]:
         os.environ["VLLM_CACHE_ROOT"] = costs
     if not torch.accelerator.is_available():
         ids = options.cores or tuple(sorted(os.sched_getaffinity(0)))
-        os.environ |= _binding(",".join(map(str, ids)), len(ids))
+        os.environ |= _binding(",".join(map(str, ids)), len(ids), bind)
     try:
         yield
     finally:
@@ -433,11 +436,15 @@ def environment(arm: Arm, options: EngineOptions, costs: str) -> Iterator[None]:
         os.environ.update(kept)
 
 
-def _binding(ids: str, count: int) -> dict[str, str]:
-    bound = {"OMP_NUM_THREADS": str(count), "VLLM_CPU_OMP_THREADS_BIND": ids}
+def _binding(ids: str, count: int, bind: bool) -> dict[str, str]:
+    found = {"VLLM_CPU_OMP_THREADS_BIND": ids}
     library = Path(sys.prefix) / "lib" / _OPENMP
+    if library.exists():
+        found["LD_PRELOAD"] = ":".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
+    if not bind:
+        return found
+    found["OMP_NUM_THREADS"] = str(count)
     if not library.exists():
-        return bound | {"GOMP_CPU_AFFINITY": ids.replace(",", " ")}
-    bound["LD_PRELOAD"] = ":".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
-    bound["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{ids}]"
-    return bound | {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
+        return found | {"GOMP_CPU_AFFINITY": ids.replace(",", " ")}
+    found["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{ids}]"
+    return found | {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}

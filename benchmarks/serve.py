@@ -284,7 +284,7 @@ def server(
     os.environ["no_proxy"] = _HOST
     with tempfile.NamedTemporaryFile() as file, tempfile.TemporaryDirectory() as costs:
         log = Path(file.name)
-        with environment(arm, options, costs):
+        with environment(arm, options, costs, bind=False):
             os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
             child = Child(f"the server of {arm.name}", serve, log)
         try:

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
     try:
-        prompts = load_prompts(args.prompts, on_bad_line="skip")[: args.limit]
+        prompts = load_prompts(args.prompts)[: args.limit]
     except (ValueError, OSError) as error:
         parser.error(str(error))
     client = OpenAI(base_url=args.base_url, api_key="not needed")

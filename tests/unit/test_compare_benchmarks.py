@@ -12,7 +12,7 @@ import pytest
 from support import assets
 from support.fake_engine import FakeEngine
 
-from benchmarks import compare, engines, grammar, profile, serve
+from benchmarks import compare, engines, grammar, profile, serve, soak
 from benchmarks.compare import CompareOptions, arm_of
 from benchmarks.engines import PLAIN, SAMPLED_STOCK, tau_numbers, with_error
 from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summarize
@@ -58,7 +58,7 @@ def process(like: Any) -> Any:
 
 def rows_of(options: Any, monkeypatch: pytest.MonkeyPatch, like: Any) -> dict[str, Any]:
     monkeypatch.setattr(engines, "EngineProcess", process(like))
-    monkeypatch.setattr(engines, "_binding", lambda ids, count: {})
+    monkeypatch.setattr(engines, "_binding", lambda *_: {})
     rows = [row.to_dict() for row in compare.run(options, SILENT)]
     return {row["name"]: row for row in rows}
 
@@ -269,6 +269,22 @@ def test_servers_alternate_and_other_answers_have_no_figures(monkeypatch):
     assert rows[5]["failed"] == "1 of 4 answers differ from plain vLLM's"
     rows = [row.to_dict() for row in serve.run(replace(options, dtype="bfloat16"), SILENT)]
     assert [row["differing"] for row in rows[1:]] == [0, 0, 0, 0, 1, 0]
+
+
+def test_servers_get_only_flags_that_vllm_knows():
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    arm = arm_of(Path(assets.HEADS), "automatic", 0)
+    more = soak.words(soak.SoakOptions(**ASSETS))
+    for words in (
+        serve.words(PLAIN, ServeOptions(**ASSETS), 8000),
+        serve.words(arm, ServeOptions(**ASSETS, dtype="bfloat16"), 8000, more),
+    ):
+        args = parser.parse_args(["--model", *words])
+        assert args.port == 8000 and not args.disable_log_stats
 
 
 def test_the_same_seed_gives_the_same_requests():
