@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,10 @@ def copy(options: CopyOptions, progress: Progress = SILENT, command: Sequence[st
     value = json.loads(options.data.read_text())
     options.output.write_text(json.dumps(value, indent=None if options.compact else 1))
     progress.note("copied")
+
+
+def wait_until_closed(channel):
+    """The body of a `Child`: ignores what it receives."""
+    with suppress(EOFError):
+        while True:
+            channel.recv()

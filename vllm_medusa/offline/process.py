@@ -38,8 +38,8 @@ class EngineProcess:
         self._child.channel.send((arguments, sampling, seeded and sampling.temperature > 0))
         try:
             _, dtype = self._child.receive()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
         self.dtype: str = dtype  # compute dtype, such as "float32"
 

@@ -10,7 +10,9 @@ from support import jobs
 from support.commands import RecordingProgress
 
 from vllm_medusa.job import JobFailed
-from vllm_medusa.offline.children import run_in_process
+from vllm_medusa.offline import process
+from vllm_medusa.offline.children import Child, run_in_process
+from vllm_medusa.offline.engine import Sampling
 
 PARENT = """
 import signal, sys
@@ -46,9 +48,9 @@ def running(tmp_path, log):
     """A process that runs a sleeping job, and the job's process id."""
     file = tmp_path / "pid"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen([sys.executable, "-c", PARENT, str(file), str(log)], env=environment)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file), str(log)], env=environment)
     wait_for(lambda: file.exists() and file.read_text())
-    return process, int(file.read_text())
+    return parent, int(file.read_text())
 
 
 def test_a_job_gets_options_and_returns_a_result(log):
@@ -115,3 +117,19 @@ def test_an_interruption_reaches_the_child_which_may_finish(running, tmp_path):
     assert process.wait(60) == 130
     assert gone(child)
     assert (tmp_path / "pid.interrupted").exists()
+
+
+def test_an_engine_is_killed_if_its_start_is_interrupted(monkeypatch):
+    """Closing its channel would end it only after the start."""
+    children = []
+
+    class Interrupted(Child):
+        def receive(self):
+            children.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "serve", jobs.wait_until_closed)
+    monkeypatch.setattr(process, "Child", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        process.EngineProcess({}, Sampling())
+    assert children[0].process.exitcode == -signal.SIGKILL
