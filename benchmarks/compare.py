@@ -92,10 +92,7 @@ def run(options: CompareOptions, progress: Progress) -> Iterator[Row]:
 def arms(folders: list[Path], options: CompareOptions, progress: Progress) -> list[Arm]:
     """The arms to compare with plain vLLM, drafter by drafter."""
     found: list[Arm] = []
-    names = [folder.name for folder in folders]
-    for folder in folders:
-        unique = names.count(folder.name) == 1
-        label = folder.name if unique else "/".join(folder.absolute().parts[-2:])
+    for folder, label in zip(folders, labels(folders), strict=True):
         for form in (form for form in options.forms if form != "ngram"):
             sizes = options.chain if form in ("chain", "stock") else options.nodes
             for size in (0,) if form.startswith(AUTOMATIC) else sizes:
@@ -109,6 +106,15 @@ def arms(folders: list[Path], options: CompareOptions, progress: Progress) -> li
                 else:
                     progress.note(f"{folder.name}: no {form} of {size}")
     return list({arm.name: arm for arm in [*found, *_ngrams(options)]}.values())
+
+
+def labels(folders: list[Path]) -> list[str]:
+    """The folders' names, with their parents' if several have the same."""
+    names = [folder.name for folder in folders]
+    return [
+        folder.name if names.count(folder.name) == 1 else "/".join(folder.absolute().parts[-2:])
+        for folder in folders
+    ]
 
 
 def _ngrams(options: CompareOptions) -> Iterator[Arm]:

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.case import Case, Plot, Row
-from benchmarks.compare import arm_of
+from benchmarks.compare import arm_of, labels
 from benchmarks.engines import PLAIN, SEED, Arm, EngineOptions, environment, settings
 from demo import packed
 from vllm_medusa.job import JobFailed, Progress
@@ -143,7 +143,11 @@ def run(options: ServeOptions, progress: Progress) -> Iterator[Row]:
     assert options.target is not None
     folders = [options.drafter, *(packed.usable(each, options.target) for each in options.others)]
     sizes = [("automatic", 0), *(("dynamic", nodes) for nodes in options.nodes)]
-    drafting = [arm_of(folder, form, size) for folder in folders for form, size in sizes]
+    drafting = [
+        arm_of(folder, form, size, label=label)
+        for folder, label in zip(folders, labels(folders), strict=True)
+        for form, size in sizes
+    ]
     wanted = re.compile(options.only or "")
     arms = [PLAIN, *(arm for arm in drafting if arm and wanted.search(arm.name))]
     with contextlib.ExitStack() as stack:
@@ -302,7 +306,7 @@ def words(
     """The arguments of `vllm-medusa serve`."""
     made = settings(arm, options) | dict(more or {})
     found, speculation = [made.pop("model")], made.pop("speculative_config")
-    del made["disable_log_stats"]  # a server's default; it has no flag for it
+    del made["disable_log_stats"]  # servers log statistics by default, and no flag says so
     arguments: dict[str, Any] = {
         "served_model_name": _MODEL,
         "host": _HOST,
