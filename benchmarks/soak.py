@@ -45,7 +45,7 @@ class SoakOptions(EngineOptions):
     seed: Seed = option(default=0)
     prompts: Positive = option("max prompts per file", default=32)
     batch: tuple[Positive, ...] = option("max concurrent requests of the server", default=(32,))
-    cache_mib: Positive = option("size of the KV cache; a small one causes preemption", default=24)
+    cache_mib: Positive = option("size of the KV cache; a small one causes preemption", default=96)
     budget: FromZero = option("draft nodes per tree; 0: automatic", default=0)
     max_growth: Above = option("max MiB per 1,000 requests, for each process", default=8.0)
     max_model_len: Positive = option(default=1024)
