@@ -97,10 +97,9 @@ class Answers:
 
     def add(self, found: dict[str, Any]) -> None:
         """Add the results of `vllm bench serve` for a round."""
-        each = zip(found["latencies"], found["ttfts"], found["output_lens"], strict=True)
+        each = [*zip(found["latencies"], found["ttfts"], found["output_lens"], strict=True)]
         self.token_times += [(end - first) / (n - 1) for end, first, n in each if n > 1]
-        ends = zip(found["latencies"], found["output_lens"], strict=True)
-        self.speeds += [count / end if end else 0.0 for end, count in ends]
+        self.speeds += [n / end if end else 0.0 for end, _, n in each]
         self.ttfts += found["ttfts"]
         self.gaps += [gap for gaps in found["itls"] for gap in gaps]
         self.texts += found["generated_texts"]

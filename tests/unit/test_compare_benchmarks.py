@@ -1,6 +1,7 @@
 """Benchmarks of engines and servers: which numbers may be reported, and their arithmetic."""
 
 import math
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import assets
 from support.fake_engine import FakeEngine
 
@@ -285,6 +287,23 @@ def test_servers_get_only_flags_that_vllm_knows():
     ):
         args = parser.parse_args(["--model", *words])
         assert args.port == 8000 and not args.disable_log_stats
+
+
+def test_a_server_binds_its_own_workers(monkeypatch):
+    """The workers of a server that is bound itself inherit its main thread's one core."""
+    seen = {}
+
+    def child(*_):
+        seen.update(os.environ)
+        raise JobFailed("not started")
+
+    monkeypatch.setattr(serve, "Child", child)
+    for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(JobFailed, match="not started"), serve.server(PLAIN, ServeOptions(**ASSETS)):
+        pass
+    assert "VLLM_CPU_OMP_THREADS_BIND" in seen or torch.accelerator.is_available()
+    assert not [name for name in seen if name.endswith("AFFINITY")]
 
 
 def test_the_same_seed_gives_the_same_requests():
