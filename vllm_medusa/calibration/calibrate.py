@@ -19,7 +19,7 @@ from vllm_medusa.calibration.walks import Walks, walked_tree
 from vllm_medusa.files import Run
 from vllm_medusa.heads.checkpoint import peek_heads, provenance_of, update_config
 from vllm_medusa.heads.eagle import drafter_method
-from vllm_medusa.heads.files import digest_heads, find_checkpoint
+from vllm_medusa.heads.files import CheckpointFiles, digest_heads, find_checkpoint
 from vllm_medusa.heads.fingerprint import match_target
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.provenance import provenance
@@ -42,14 +42,15 @@ def calibrate(
     ``fit`` is the divisor of a head's logits that calibrates its confidence.
     """
     check_folder(options.heads)
-    if drafter_method(options.heads) is not None:
+    files = find_checkpoint(options.heads)
+    if drafter_method(files) is not None:
         raise CalibrationError(EAGLE.format(options.heads))
-    info = peek_heads(options.heads)
-    if warning := match_target(info.files, options.model).warning:
+    info = peek_heads(files)
+    if warning := match_target(files, options.model).warning:
         progress.warn(warning)
     config, fingerprint, _ = identify(options.model)
     records = _read(options, config, progress)
-    target, heads, dtype = _load(options, config)
+    target, heads, dtype = _load(options, files, config)
     origin = provenance(command, [options.data])
     if origin["data"][0]["sha256"] in _trained_on(info.medusa):
         progress.warn(
@@ -59,7 +60,7 @@ def calibrate(
         )
     source = {
         "target": fingerprint,
-        "heads": digest_heads(find_checkpoint(options.heads)),
+        "heads": digest_heads(files),
         "data": origin["data"],
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": options.machine.quantization,
@@ -104,14 +105,16 @@ def check_folder(heads: Path) -> None:
         )
 
 
-def _load(options: CalibrateOptions, config: Any) -> tuple[Target, MedusaHeads, torch.dtype]:
+def _load(
+    options: CalibrateOptions, files: CheckpointFiles, config: Any
+) -> tuple[Target, MedusaHeads, torch.dtype]:
     """The target, its heads, and their dtype."""
     machine, device = options.machine, Workers(options.machine.device).device
     dtype = target_dtype(machine.dtype, stored_dtype(config), device)
     target = Target.load(
         options.model, dtype=dtype, device=device, quantization=machine.quantization
     )
-    return target, load_for(target, options.heads, dtype), dtype
+    return target, load_for(target, files, dtype), dtype
 
 
 def _read(options: CalibrateOptions, config: Any, progress: Progress) -> list[Record]:

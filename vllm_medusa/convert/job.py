@@ -18,7 +18,6 @@ from vllm_medusa.heads.checkpoint import (
     FORMAT_VERSION,
     HeadsInfo,
     config_text,
-    describe,
     peek_heads,
     provenance_of,
     require_fit,
@@ -56,7 +55,7 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
     source, output = options.source, options.output
     files = find_checkpoint(source, options.revision)
     target = None if options.target is None else find_target(options.target)
-    info = None if is_drafter(files) else describe(files)
+    info = None if is_drafter(files) else peek_heads(files)
     what, formats = ("heads", FORMATS) if info else ("EAGLE drafters", DRAFTER_FORMATS)
     if options.to not in formats:
         raise HeadsError(

@@ -25,6 +25,7 @@ from vllm_medusa.files import new_file, new_path
 from vllm_medusa.heads.files import (
     HEADS_FILES,
     CheckpointFiles,
+    Source,
     TensorSpec,
     find_checkpoint,
     is_drafter,
@@ -126,17 +127,13 @@ class HeadsInfo:
         return stored.to(torch.int64)
 
 
-def peek_heads(source: str | Path, *, revision: str | None = None) -> HeadsInfo:
-    """Describe a checkpoint (folder, file or hub name) without loading its weights.
+def peek_heads(source: Source, *, revision: str | None = None) -> HeadsInfo:
+    """Describe a checkpoint without loading its weights.
 
     Raises HeadsError: not heads, or a tensor is missing, unexpected, or of the wrong shape or
     dtype.
     """
-    return describe(find_checkpoint(source, revision))
-
-
-def describe(files: CheckpointFiles) -> HeadsInfo:
-    """`peek_heads` for files already found."""
+    files = find_checkpoint(source, revision)
     label, config = files.label, files.config
     _refuse_other_drafters(files)
     spelling, prefix, names, left_over = read_names(files.files)
@@ -273,7 +270,7 @@ def new_heads(is_hydra: bool, *, bias: bool = True, **sizes: Any) -> MedusaHeads
 
 
 def load_heads(
-    source: str | Path,
+    source: Source,
     *,
     hidden_size: int,
     vocab_size: int,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_medusa.heads.eagle_tensors import LAYER_IDS, Layout, named_layers
-from vllm_medusa.heads.files import CheckpointFiles, Progress, find_checkpoint, find_target
+from vllm_medusa.heads.files import CheckpointFiles, Progress, Source, find_checkpoint, find_target
 from vllm_medusa.heads.fingerprint import config_sizes, of_target
 from vllm_medusa.heads.fit import NO, Check, Inspected, Verdict, compare
 from vllm_medusa.heads.model import HeadsError
@@ -103,7 +103,7 @@ def doubtful_layers(config: Mapping[str, Any]) -> str:
     )
 
 
-def drafter_method(source: str | Path, revision: str | None = None) -> str | None:
+def drafter_method(source: Source, revision: str | None = None) -> str | None:
     """The method of an EAGLE drafter, downloaded first if on the hub; None for anything else."""
     try:
         return Layout.read(find_checkpoint(source, revision)).method

@@ -130,6 +130,9 @@ class CheckpointFiles:
                 yield from ((name, get(name)) for name in wanted)
 
 
+Source = str | Path | CheckpointFiles  # a folder, a file or a hub name, or what was found there
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Whether it holds neither NaN nor infinity."""
     if not tensor.is_floating_point():
@@ -149,12 +152,16 @@ def digest_heads(files: CheckpointFiles) -> str:
     return plain_files.digest_ends(sorted(set(files.files.values())))
 
 
-def find_checkpoint(source: str | Path, revision: str | None = None) -> CheckpointFiles:
+def find_checkpoint(source: Source, revision: str | None = None) -> CheckpointFiles:
     """Find a checkpoint in a folder, a file, or a model of the hub (downloaded once, then cached).
+
+    One already found is returned as it is.
 
     Raises HeadsError: there is none, the hub is unreachable and it was not downloaded before, or a
     local one has a revision.
     """
+    if isinstance(source, CheckpointFiles):
+        return source
     path = Path(source).expanduser()
     if revision is not None and path.exists():
         raise HeadsError(

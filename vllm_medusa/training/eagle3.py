@@ -10,7 +10,6 @@ whole texts, split every `PIECE_ROWS` rows; tokens after a split do not attend t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_medusa.heads.eagle import inspect_drafter
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
 from vllm_medusa.heads.eagle_tensors import bare_names, flat_config, rope_of
-from vllm_medusa.heads.files import find_checkpoint
+from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.heads.fit import NO
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.training.method import Batch, Method
@@ -98,7 +97,7 @@ def new_drafter(
 
 
 def load_drafter(
-    target: Target, folder: Path, layers: Sequence[int], num_steps: int
+    target: Target, files: CheckpointFiles, layers: Sequence[int], num_steps: int
 ) -> EagleDrafter:
     """Load a drafter of one Llama layer for this target, to continue its training.
 
@@ -108,12 +107,11 @@ def load_drafter(
 
     Raises HeadsError: it belongs to another target, or its tensors have another layout.
     """
-    files = find_checkpoint(folder)
-    config = flat_config(files.config)
+    label, config = files.label, flat_config(files.config)
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     for check in inspect_drafter(files, sizes).checks:
         if check.verdict == NO or check.name == "numbers of layers":
-            raise HeadsError(f"{folder}: {check.name}: {check.text}. {_NOT_OURS}")
+            raise HeadsError(f"{label}: {check.name}: {check.text}. {_NOT_OURS}")
     types, rope = config.get("layer_types") or (), rope_of(config)
     untrained = {
         "norm_before_fc": config.get("norm_before_fc"),
@@ -123,7 +121,7 @@ def load_drafter(
     }
     for name, found in untrained.items():
         if found:
-            raise HeadsError(f"{folder} has {name}, which `train` does not support. {_NOT_OURS}")
+            raise HeadsError(f"{label} has {name}, which `train` does not support. {_NOT_OURS}")
     names = bare_names(files)
     stored = dict(files.finite_tensors(names.values()))
     found = {name.replace("layers.0.", "midlayer."): stored[key] for name, key in names.items()}
@@ -131,7 +129,7 @@ def load_drafter(
     found.pop("t2d", None)
     embedding, own = target.embedding_weight, found.pop("embed_tokens.weight", None)
     if own is not None and not torch.equal(own, embedding[: len(own)].to(own.dtype).cpu()):
-        raise HeadsError(f'{folder}: its "embed_tokens.weight" is not the target\'s. {_NOT_OURS}')
+        raise HeadsError(f'{label}: its "embed_tokens.weight" is not the target\'s. {_NOT_OURS}')
     token_map = None if offsets is None else offsets.long() + torch.arange(len(offsets))
     shape = EagleShape.of(SimpleNamespace(**config), layers, target.hidden_size, target.vocab_size)
     drafter = EagleDrafter(shape, num_steps, token_map)
@@ -140,7 +138,7 @@ def load_drafter(
     except RuntimeError as error:
         reason = " ".join(str(error).split()[:40])
         raise HeadsError(
-            f"{folder} does not have the layout that `train` writes: {reason}. {_NOT_OURS}"
+            f"{label} does not have the layout that `train` writes: {reason}. {_NOT_OURS}"
         ) from None
     rows = target.lm_head_weight[slice(None) if token_map is None else token_map].float()
     same = (rows * target.logit_scale).to(found["lm_head.weight"].dtype)

@@ -1,18 +1,23 @@
-"""Inputs of all methods: a target, identified by its weights, and records that fit it."""
+"""Inputs of all methods: a target, identified by its weights, records that fit it, old heads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.heads.files import find_target
+from vllm_medusa.heads.checkpoint import peek_heads
+from vllm_medusa.heads.eagle import drafter_method
+from vllm_medusa.heads.eagle_tensors import Layout
+from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint, find_target
 from vllm_medusa.heads.fingerprint import fingerprint_of
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.defaults import readable
 from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.offline.records import Record, load_records, split_heldout
-from vllm_medusa.training.options import TextFiles, TrainOptions
+from vllm_medusa.options import described
+from vllm_medusa.training.options import HeadOptions, TextFiles, TrainOptions
 from vllm_medusa.training.rows import Texts
 
 _FILES = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
@@ -52,6 +57,32 @@ def read_texts(
         )
     progress.note(f"training on {_count(train)}; held out: {_count(heldout)}")
     return train, heldout
+
+
+def continued(heads: HeadOptions) -> tuple[HeadOptions, CheckpointFiles | None]:
+    """The options with the shape of the heads to continue from, and these; None: new heads.
+
+    Raises ValueError: they are of another kind, or another shape is requested.
+    """
+    if heads.start_heads is None:
+        return heads, None
+    start = find_checkpoint(heads.start_heads)
+    if drafter_method(start) == "eagle3":
+        layers = Layout.read(start).layers
+        found: dict[str, Any] = {"kind": "eagle3", "aux_layers": tuple(layers or ())}
+    else:
+        info = peek_heads(start)
+        found = {"kind": "hydra" if info.is_hydra else "medusa"}
+        found |= {"num_heads": info.num_heads, "num_layers": info.num_layers}
+    for option in described(type(heads)):
+        requested, value = getattr(heads, option.name), found.get(option.name)
+        other = value is not None and requested != value
+        if other and (option.name == "kind" or requested != option.default):
+            raise ValueError(
+                f"{option.flag} is {requested}, but --start-heads {start.label} has {value}. Use "
+                f"{option.flag} {value}."
+            )
+    return replace(heads, **found), start
 
 
 def limits_of(source: str, config: Any) -> dict[str, Any]:

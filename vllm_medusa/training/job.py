@@ -12,7 +12,6 @@ import torch
 from vllm_medusa.files import fingerprint
 from vllm_medusa.heads.checkpoint import provenance_of, save_drafter, save_heads
 from vllm_medusa.heads.eagle_model import EagleDrafter, choose_layers
-from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import Progress
@@ -27,7 +26,13 @@ from vllm_medusa.training.draft_vocab import (
     usual_size,
 )
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.inputs import identify, limits_of, read_texts, require_labels
+from vllm_medusa.training.inputs import (
+    continued,
+    identify,
+    limits_of,
+    read_texts,
+    require_labels,
+)
 from vllm_medusa.training.loop import Report
 from vllm_medusa.training.losses import AnyHeads
 from vllm_medusa.training.method import Data, Method
@@ -51,6 +56,8 @@ class Job:
     """One training run in one process.
 
     Attributes:
+        options: with the shape of ``start``.
+        start: the heads to continue from; None: new ones.
         source: the target's folder or hub name.
         fingerprint: of its weights, see `heads.fingerprint.target_fingerprint`.
         stored: its weights' dtype, if it is in its config.
@@ -72,10 +79,12 @@ class Job:
     ) -> None:
         """Read everything except the target's weights; nothing is created.
 
-        Raises ValueError: see `identify` and `read_texts`; some head has no labels, or the target
-        lacks one of the layers.
+        Raises ValueError: see `continued`, `identify` and `read_texts`; some head has no labels, or
+        the target lacks one of the layers.
         """
-        self.options, self.workers, self.source = options, workers, options.model
+        heads, self.start = continued(options.heads)
+        self.options = options = replace(options, heads=heads)
+        self.workers, self.source = workers, options.model
         self.progress, self._command = progress, command
         files, machine, count = options.files, options.machine, options.heads.num_heads
         config, self.fingerprint, written = identify(self.source)
@@ -132,8 +141,8 @@ class Job:
             data = [path for path in (files.data, files.heldout) if path is not None]
             self._origin = [provenance(self._command, data)]
             self._tokens: int | None = sum(r.num_generated for r in self.train.records)
-            if start := self.options.heads.start_heads:
-                about = find_checkpoint(start).config.get("medusa") or {}
+            if self.start is not None:
+                about = self.start.config.get("medusa") or {}
                 self._origin[:0] = provenance_of(about)
                 before = about.get("training", {}).get("tokens")
                 self._tokens = None if before is None else self._tokens + before
@@ -150,15 +159,15 @@ class Job:
 
     def first_heads(self, target: Target) -> MedusaHeads:
         """The Medusa or Hydra heads to start from: new ones, or those of ``start_heads``."""
-        if (start := self.options.heads.start_heads) is not None:
-            return medusa1.load_for(target, start, torch.float32)
+        if self.start is not None:
+            return medusa1.load_for(target, self.start, torch.float32)
         return medusa1.new_heads(target, self.options.heads, self.token_map(target))
 
     def first_drafter(self, target: Target) -> EagleDrafter:
         """The same for EAGLE-3."""
         heads = self.options.heads
-        if heads.start_heads is not None:
-            return eagle3.load_drafter(target, heads.start_heads, self.layers, heads.num_heads)
+        if self.start is not None:
+            return eagle3.load_drafter(target, self.start, self.layers, heads.num_heads)
         return eagle3.new_drafter(
             target,
             self.layers,

@@ -9,7 +9,6 @@ heads are trained in the same way, each with the tokens before its own as input.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.checkpoint import new_heads as make_heads
+from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.losses import LMHead
@@ -78,10 +78,10 @@ def new_heads(
     return heads
 
 
-def load_for(target: Target, folder: Path, dtype: torch.dtype) -> MedusaHeads:
-    """Load Medusa or Hydra heads of a target from their folder, on the target's device."""
+def load_for(target: Target, files: CheckpointFiles, dtype: torch.dtype) -> MedusaHeads:
+    """Load a target's Medusa or Hydra heads, on its device."""
     heads, _ = load_heads(
-        folder,
+        files,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         dtype=dtype,

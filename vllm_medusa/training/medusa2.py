@@ -274,7 +274,7 @@ def train_medusa2(job: Job) -> None:
 
 def _first_heads(job: Job, run: TrainingRun, target: Target) -> MedusaHeads:
     """The given heads, or those of the warm-up; new ones if a checkpoint will replace them."""
-    if job.options.heads.start_heads is not None or (run.work / "state.pt").exists():
+    if job.start is not None or (run.work / "state.pt").exists():
         return job.first_heads(target)
     method = job.frozen_method(target, run)
     Loop(method, Stage(run, "warm-up.jsonl", "warm-up")).train(job.report("warm-up"))

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_medusa.files import read_json
-from vllm_medusa.heads.checkpoint import peek_heads
-from vllm_medusa.heads.eagle import drafter_method
-from vllm_medusa.heads.eagle_tensors import Layout
-from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import write_records
-from vllm_medusa.options import described
 from vllm_medusa.training.curves import draw_curves
 from vllm_medusa.training.job import Job
 from vllm_medusa.training.loop import Loop, NotFiniteError
 from vllm_medusa.training.medusa2 import DEGRADED, MODEL, train_medusa2
-from vllm_medusa.training.options import HeadOptions, TrainOptions
+from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.run import Stage, check_output
 from vllm_medusa.training.workers import Workers
 
@@ -76,7 +71,6 @@ def train(
             check_output(files.output, inputs)
         else:
             progress = SILENT
-        options = replace(options, heads=settle_shape(options.heads))
         job = Job(options, workers, progress, command)
         (train_medusa2 if options.method == "medusa-2" else train_frozen)(job)
         if workers.main and files.heldout is None and job.heldout.records:
@@ -91,32 +85,6 @@ def train(
         if workers.main:
             raise
         raise ValueError(f"in process {workers.rank}: {error}") from error
-
-
-def settle_shape(heads: HeadOptions) -> HeadOptions:
-    """The options with the shape of the heads to continue from, if there are any.
-
-    Raises ValueError: they are of another kind, or another shape is requested.
-    """
-    start = heads.start_heads
-    if start is None:
-        return heads
-    if drafter_method(start) == "eagle3":
-        layers = Layout.read(find_checkpoint(start)).layers
-        found: dict[str, Any] = {"kind": "eagle3", "aux_layers": tuple(layers or ())}
-    else:
-        info = peek_heads(start)
-        found = {"kind": "hydra" if info.is_hydra else "medusa"}
-        found |= {"num_heads": info.num_heads, "num_layers": info.num_layers}
-    for option in described(type(heads)):
-        requested, value = getattr(heads, option.name), found.get(option.name)
-        other = value is not None and requested != value
-        if other and (option.name == "kind" or requested != option.default):
-            raise ValueError(
-                f"{option.flag} is {requested}, but --start-heads {start} has {value}. Use "
-                f"{option.flag} {value}."
-            )
-    return replace(heads, **found)
 
 
 def train_frozen(job: Job) -> None:
