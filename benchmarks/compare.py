@@ -27,7 +27,7 @@ from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.walks import walked_tree
 from vllm_medusa.heads.checkpoint import peek_heads
-from vllm_medusa.heads.eagle import drafter_method
+from vllm_medusa.heads.eagle_checkpoint import drafter_method
 from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.batch import Conversation

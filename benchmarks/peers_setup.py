@@ -27,7 +27,7 @@ from benchmarks.engines import ArmSampling, answer_limit
 from vllm_medusa.convert.job import convert
 from vllm_medusa.convert.options import ConvertOptions
 from vllm_medusa.files import digest_json, fingerprint, new_folder, new_path, read_json
-from vllm_medusa.heads.eagle import default_layers
+from vllm_medusa.heads.eagle_checkpoint import default_layers
 from vllm_medusa.heads.eagle_tensors import LAYER_IDS
 from vllm_medusa.job import JobFailed, Progress
 from vllm_medusa.offline.batch import Answer, Result

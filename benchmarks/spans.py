@@ -111,8 +111,8 @@ def hook_engine(llm: Any) -> Spans:
 
 def _hook_trees(spans: Spans, runner: Any) -> None:
     """Times the parts that only our own runner has."""
-    from vllm_medusa.integration import cpu_attention
     from vllm_medusa.integration import request_trees as module
+    from vllm_medusa.integration.attention import cpu_attention
 
     spans.hook(runner.trees, "compact", "compaction")
     spans.hook(module.TreeStep, "build", "tree layout")

@@ -24,7 +24,7 @@ from torch import Tensor
 from demo.smollm2 import MADE
 from vllm_medusa.files import FileRefused, new_folder
 from vllm_medusa.heads.checkpoint import peek_heads
-from vllm_medusa.heads.eagle import drafter_method
+from vllm_medusa.heads.eagle_checkpoint import drafter_method
 
 FILE = "model.safetensors"
 FORMAT = "int8 rows 1"

@@ -23,7 +23,7 @@ from typing import Any
 
 from vllm_medusa import config as models
 from vllm_medusa.cli import COMMANDS, build_parser
-from vllm_medusa.integration.engine_args import _add_cli_args
+from vllm_medusa.integration.startup.engine_args import _add_cli_args
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = [

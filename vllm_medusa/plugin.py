@@ -19,7 +19,7 @@ from types import ModuleType
 from vllm_medusa import __version__
 
 SUPPORTED_VLLM = ((0, 32), (0, 33))
-HOOKS = "vllm_medusa.integration.engine_args"
+HOOKS = "vllm_medusa.integration.startup.engine_args"
 _ARG_UTILS = "vllm.engine.arg_utils"
 _registered = False
 

@@ -20,7 +20,7 @@ from support.runner import ON_V2, on_v1, sized
 from support.spies import assert_reported, mean_accepted, recorded_steps
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-from vllm_medusa.integration import cpu_attention
+from vllm_medusa.integration.attention import cpu_attention
 
 pytestmark = pytest.mark.engine
 

@@ -15,7 +15,7 @@ from support.planted import planted
 from support.reference import Plain, assert_chaotic, run_plain
 from vllm import LLM
 
-from vllm_medusa.integration import cpu_attention
+from vllm_medusa.integration.attention import cpu_attention
 
 pytestmark = pytest.mark.engine
 

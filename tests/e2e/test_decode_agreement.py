@@ -28,7 +28,7 @@ from vllm import LLM, SamplingParams
 
 from vllm_medusa.decode import DecodeResult, decode
 from vllm_medusa.heads.checkpoint import peek_heads
-from vllm_medusa.integration.medusa_drafter import MedusaDrafter
+from vllm_medusa.integration.drafters.medusa_drafter import MedusaDrafter
 from vllm_medusa.integration.request_trees import RequestTrees
 from vllm_medusa.proposer.hydra import HydraBeam
 from vllm_medusa.proposer.steps import HydraStep

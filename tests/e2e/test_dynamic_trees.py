@@ -29,10 +29,10 @@ from vllm_medusa.budget import policy
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.decode import decode
 from vllm_medusa.heads.cpu import PackedHeads
-from vllm_medusa.integration import startup_timing
 from vllm_medusa.integration.metrics import KINDS
-from vllm_medusa.integration.options import TreeSettings
 from vllm_medusa.integration.request_trees import RequestTrees
+from vllm_medusa.integration.startup import startup_timing
+from vllm_medusa.integration.startup.options import TreeSettings
 from vllm_medusa.integration.v1 import runner
 from vllm_medusa.tree.dynamic import DynamicTree
 

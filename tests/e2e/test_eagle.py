@@ -33,10 +33,10 @@ from support.runner import ON_V2
 from support.spies import recorded_steps, tree_rows
 from vllm import LLM
 
-from vllm_medusa.integration import cpu_attention
-from vllm_medusa.integration.eagle_trees import EagleTrees, PendingTokens
+from vllm_medusa.integration.attention import cpu_attention
+from vllm_medusa.integration.drafters.eagle_trees import EagleTrees, PendingTokens
 from vllm_medusa.integration.v1.runner import MedusaModelRunner
-from vllm_medusa.proposer.eagle import MAX_ROWS
+from vllm_medusa.proposer.eagle_cpu import MAX_ROWS
 
 pytestmark = pytest.mark.engine
 

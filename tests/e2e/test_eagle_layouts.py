@@ -23,7 +23,7 @@ from vllm import LLM
 
 from vllm_medusa.heads.eagle_tensors import Layout
 from vllm_medusa.heads.files import find_checkpoint
-from vllm_medusa.integration.eagle_trees import EagleTrees
+from vllm_medusa.integration.drafters.eagle_trees import EagleTrees
 
 pytestmark = pytest.mark.engine
 

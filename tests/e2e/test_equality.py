@@ -24,7 +24,7 @@ from support.runner import ON_V2, async_scheduling, on_v1, sized
 from support.spies import assert_reported, mean_accepted, recorded_steps, tree_rows
 from vllm import LLM
 
-from vllm_medusa.integration import cpu_attention
+from vllm_medusa.integration.attention import cpu_attention
 from vllm_medusa.integration.request_trees import RequestTrees
 from vllm_medusa.tree import TokenTree
 

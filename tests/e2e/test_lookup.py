@@ -17,7 +17,7 @@ from support.reference import differing, plain_greedy
 from support.spies import recorded_steps, tree_rows
 from vllm import LLM, SamplingParams
 
-from vllm_medusa.integration import startup_timing
+from vllm_medusa.integration.startup import startup_timing
 from vllm_medusa.lookup import lookup as lookup_module
 from vllm_medusa.lookup.lookup import Lookup
 

@@ -21,7 +21,7 @@ from support.spies import assert_reported, mean_accepted, mixed, recorded_steps
 from transformers import AutoModelForCausalLM
 from vllm import LLM
 
-from vllm_medusa.integration import cpu_attention, cpu_mla
+from vllm_medusa.integration.attention import cpu_attention, cpu_mla
 from vllm_medusa.integration.v1.runner import MedusaModelRunner
 from vllm_medusa.scorer.latent import LatentPlan
 

@@ -27,7 +27,7 @@ from support.spies import mean_accepted, recorded_steps
 from vllm import LLM
 from vllm.model_executor.models.mimo_mtp import MiMoMultiTokenPredictorLayer
 
-from vllm_medusa.integration.eagle_trees import EagleTrees
+from vllm_medusa.integration.drafters.eagle_trees import EagleTrees
 
 pytestmark = pytest.mark.engine
 

@@ -21,7 +21,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_medusa import __version__, plugin
 from vllm_medusa.config import MedusaConfigError
-from vllm_medusa.integration import checks, medusa_drafter
+from vllm_medusa.integration.drafters import medusa_drafter
+from vllm_medusa.integration.startup import checks
 from vllm_medusa.integration.v1.worker import MedusaCPUWorker
 from vllm_medusa.offline.engine import EngineRefused, Sampling, VllmEngine
 

@@ -17,7 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_medusa.integration.cpu_attention import TreeAttentionBackend
+from vllm_medusa.integration.attention.cpu_attention import TreeAttentionBackend
 
 pytestmark = pytest.mark.engine
 

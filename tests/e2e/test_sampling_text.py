@@ -23,9 +23,10 @@ from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from vllm_medusa.budget.policy import AutoBudget
-from vllm_medusa.integration import grammar as grammars
-from vllm_medusa.integration import grammar_drafts, startup_timing
-from vllm_medusa.integration.grammar import Chance, fill_masks
+from vllm_medusa.integration.scheduling import grammar as grammars
+from vllm_medusa.integration.scheduling import grammar_drafts
+from vllm_medusa.integration.scheduling.grammar import Chance, fill_masks
+from vllm_medusa.integration.startup import startup_timing
 
 pytestmark = pytest.mark.engine
 

@@ -22,7 +22,7 @@ from vllm import LLM, SamplingParams
 
 from vllm_medusa.config import AcceptanceConfig
 from vllm_medusa.decode import DecodeResult, decode
-from vllm_medusa.integration.medusa_drafter import MedusaDrafter
+from vllm_medusa.integration.drafters.medusa_drafter import MedusaDrafter
 from vllm_medusa.sampler import Draw, draw_splitmix
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.draft_trees import DraftTrees

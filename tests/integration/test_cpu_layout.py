@@ -18,8 +18,8 @@ vllm_platforms.current_platform.import_kernels()
 
 from vllm import _custom_ops as ops  # noqa: E402
 
+from vllm_medusa.integration.attention.cpu_attention import kernel_truncates  # noqa: E402
 from vllm_medusa.integration.compat import packed_linear  # noqa: E402
-from vllm_medusa.integration.cpu_attention import kernel_truncates  # noqa: E402
 
 
 def can_pack_amx():

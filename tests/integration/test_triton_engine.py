@@ -24,7 +24,7 @@ if ON_V2:
     from support.triton_attention import triton_attention_on_cpu
     from support.triton_on_cpu import rules_in_triton
 
-from vllm_medusa.integration import cuda_attention, cuda_metadata
+from vllm_medusa.integration.attention import cuda_attention, cuda_metadata
 from vllm_medusa.scorer.paged import PagedBatch
 from vllm_medusa.tree.batch import TreeBatch
 

@@ -28,7 +28,7 @@ from support.reference import differing
 from support.runner import sized
 from support.spies import mean_accepted, recorded_steps
 from vllm_medusa.budget.policy import FixedBudget
-from vllm_medusa.integration.eagle_trees import PendingTokens
+from vllm_medusa.integration.drafters.eagle_trees import PendingTokens
 
 LAYERS = (1, 2, 3)
 LEARNED, TOKENS = 12, 32
@@ -146,7 +146,7 @@ def assert_chain_of_vllm(
         **options: Of both engines.
 
     """
-    from vllm_medusa.integration.v1.eagle import EagleModelRunner
+    from vllm_medusa.integration.v1.eagle_proposer import EagleModelRunner
 
     chain = {"num_speculative_tokens": 3}
     future = {tuple(p): out for p, out in zip(case.prompts, case.outputs, strict=True)}

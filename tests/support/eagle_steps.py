@@ -15,8 +15,8 @@ from support.after_drafting import Drafted, after_drafting
 from support.attention import gather_tokens
 from support.eagle import Eagle3
 from support.runner import ON_V2
-from vllm_medusa.integration import eagle_trees
-from vllm_medusa.integration.eagle_trees import EagleTrees
+from vllm_medusa.integration.drafters import eagle_trees
+from vllm_medusa.integration.drafters.eagle_trees import EagleTrees
 from vllm_medusa.noise import SCALE, WEIGHT, splitmix_gumbel
 from vllm_medusa.proposer.choices import Choices
 

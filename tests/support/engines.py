@@ -17,8 +17,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from support.metrics import added, assert_counted, counts, drafted_and_accepted, positions
 from support.uncompiled import use_uncompiled
 from vllm_medusa.integration.attention import forget_attention_backends
-from vllm_medusa.integration.cpu_attention import BACKENDS
-from vllm_medusa.integration.options import TreeSettings, has_trees
+from vllm_medusa.integration.attention.cpu_attention import BACKENDS
+from vllm_medusa.integration.startup.options import TreeSettings, has_trees
 
 Prompt = list[int]
 

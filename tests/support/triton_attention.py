@@ -14,7 +14,8 @@ import torch
 from vllm.v1.worker import cpu_worker  # noqa: F401  (fits V2's modules to the CPU first)
 
 from support.interpreter import trust_integers
-from vllm_medusa.integration import attention, cuda_attention, request_trees
+from vllm_medusa.integration import attention, request_trees
+from vllm_medusa.integration.attention import cuda_attention
 from vllm_medusa.integration.v2 import cuda_warmup
 from vllm_medusa.scorer import launch
 

@@ -54,7 +54,7 @@ def prepare() -> None:
     topk_topp_sampler.HAS_TRITON = False
     StructuredOutputsWorker.apply_grammar_bitmask = _apply_grammar_bitmask
     _kernels.update(_rules_in_torch())
-    timing = importlib.import_module("vllm_medusa.integration.startup_timing")
+    timing = importlib.import_module("vllm_medusa.integration.startup.startup_timing")
     timing.SECONDS = 1.0  # steps take a second
 
 

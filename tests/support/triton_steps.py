@@ -12,8 +12,8 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from support.models import COMMON
-from vllm_medusa.integration.cuda_attention import TreeAttentionImpl
-from vllm_medusa.integration.cuda_metadata import TreeMetadata, TreeMetadataBuilder
+from vllm_medusa.integration.attention.cuda_attention import TreeAttentionImpl
+from vllm_medusa.integration.attention.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 from vllm_medusa.scorer.paged import PagedBatch
 from vllm_medusa.scorer.step import Trees as TreesOf
 from vllm_medusa.scorer.step import TreeStep

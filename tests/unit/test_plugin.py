@@ -105,7 +105,7 @@ def test_other_methods_are_not_handled(fake_vllm):
         for config in (None, {}, {"method": "ngram"}, {"model": "draft"}):
             args.speculative_config = config
             assert args.create_speculative_config(None, None) == "theirs"
-        assert "vllm_medusa.integration.options" not in sys.modules
+        assert "vllm_medusa.integration.startup.options" not in sys.modules
         assert "torch" not in sys.modules
     """
     run(code, fake_vllm)

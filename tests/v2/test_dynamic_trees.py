@@ -30,8 +30,8 @@ pytestmark = [
 ]
 
 if ON_V2:
-    from vllm_medusa.integration import startup_timing
-    from vllm_medusa.integration.medusa_drafter import MedusaDrafter
+    from vllm_medusa.integration.drafters.medusa_drafter import MedusaDrafter
+    from vllm_medusa.integration.startup import startup_timing
 
 TOKENS = 16
 Patch = pytest.MonkeyPatch

@@ -32,7 +32,7 @@ pytestmark = [
 if ON_V2:
     from support.triton_attention import triton_attention_on_cpu
 
-    from vllm_medusa.integration import cuda_attention
+    from vllm_medusa.integration.attention import cuda_attention
     from vllm_medusa.integration.v2 import cuda_warmup
 
 TOKENS, DEPTH = 8, 3

@@ -38,14 +38,14 @@ if ON_V2:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     from vllm_medusa.config import AcceptanceConfig
-    from vllm_medusa.integration.cuda_graphs import tree_sizes
-    from vllm_medusa.integration.options import (
+    from vllm_medusa.integration.attention.cuda_graphs import tree_sizes
+    from vllm_medusa.integration.requests import RequestOptions
+    from vllm_medusa.integration.startup.options import (
         V1_WORKER,
         V2_WORKER,
         TreeSpeculativeConfig,
         has_trees,
     )
-    from vllm_medusa.integration.requests import RequestOptions
     from vllm_medusa.integration.v2 import sampler as sampler_module
     from vllm_medusa.integration.v2.kernel import persistent_draws
     from vllm_medusa.integration.v2.sampler import TreeSampler
@@ -290,7 +290,7 @@ def test_a_request_with_a_grammar_arrives_while_no_head_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has no drafts to look up in the last proposal, which was for a smaller batch."""
-    from vllm_medusa.integration import startup_timing
+    from vllm_medusa.integration.startup import startup_timing
 
     monkeypatch.setattr(startup_timing, "SECONDS", 0.0)
     allowed = ["yes, of course", "no, never"]

@@ -18,7 +18,7 @@ from vllm_medusa.calibration.options import CalibrateOptions
 from vllm_medusa.calibration.walks import Walks, walked_tree
 from vllm_medusa.files import Run
 from vllm_medusa.heads.checkpoint import peek_heads, provenance_of, update_config
-from vllm_medusa.heads.eagle import drafter_method
+from vllm_medusa.heads.eagle_checkpoint import drafter_method
 from vllm_medusa.heads.files import CheckpointFiles, digest_heads, find_checkpoint
 from vllm_medusa.heads.fingerprint import match_target
 from vllm_medusa.heads.model import MedusaHeads

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.files import new_path
-from vllm_medusa.heads.eagle import drafter_method
+from vllm_medusa.heads.eagle_checkpoint import drafter_method
 
 FILE = "calibration.safetensors"  # next to the heads
 NO_LABEL = -1  # rank of a token beyond the end of the text

@@ -70,7 +70,7 @@ class InspectOptions(Options):
 
 def run_inspect(options: InspectOptions, progress: ConsoleProgress) -> int:
     """Inspect, and print the results; returns the exit status."""
-    from vllm_medusa.heads.eagle import EagleInspection, inspect_eagle
+    from vllm_medusa.heads.eagle_checkpoint import EagleInspection, inspect_eagle
     from vllm_medusa.heads.files import find_checkpoint, is_drafter
     from vllm_medusa.heads.inspection import Inspection, inspect_heads
     from vllm_medusa.heads.model import HeadsError

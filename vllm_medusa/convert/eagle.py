@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from vllm_medusa.convert.heads import Output
-from vllm_medusa.heads.eagle import default_layers
+from vllm_medusa.heads.eagle_checkpoint import default_layers
 from vllm_medusa.heads.eagle_tensors import LAYER_IDS, bare_names, flat_config
 from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.heads.model import HeadsError

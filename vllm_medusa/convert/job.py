@@ -22,7 +22,7 @@ from vllm_medusa.heads.checkpoint import (
     provenance_of,
     require_fit,
 )
-from vllm_medusa.heads.eagle import drafter_method
+from vllm_medusa.heads.eagle_checkpoint import drafter_method
 from vllm_medusa.heads.files import find_checkpoint, find_target, is_drafter
 from vllm_medusa.heads.fingerprint import config_sizes, match_target, target_fingerprint
 from vllm_medusa.heads.model import HeadsError

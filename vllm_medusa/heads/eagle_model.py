@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_medusa.heads.eagle import default_layers
+from vllm_medusa.heads.eagle_checkpoint import default_layers
 from vllm_medusa.heads.eagle_tensors import LAYER_IDS, rope_of
 from vllm_medusa.heads.model import HeadsError
 

@@ -27,8 +27,8 @@ from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 
-from vllm_medusa.integration.options import TreeSettings, has_trees
 from vllm_medusa.integration.overrides import override
+from vllm_medusa.integration.startup.options import TreeSettings, has_trees
 
 _MARK = -1  # first in the list; vLLM's own starts with a count
 KINDS = ("tree", "prefill", "heads", "plain")

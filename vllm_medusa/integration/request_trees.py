@@ -19,12 +19,12 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_medusa.integration.attention import platform_attention
-from vllm_medusa.integration.checks import check_layers
-from vllm_medusa.integration.draft_messages import DraftMessage
-from vllm_medusa.integration.drafter import Drafter
-from vllm_medusa.integration.grammar import Candidates
-from vllm_medusa.integration.options import TreeSettings
+from vllm_medusa.integration.drafters.draft_messages import DraftMessage
+from vllm_medusa.integration.drafters.drafter import Drafter
 from vllm_medusa.integration.requests import RequestOptions
+from vllm_medusa.integration.scheduling.grammar import Candidates
+from vllm_medusa.integration.startup.checks import check_layers
+from vllm_medusa.integration.startup.options import TreeSettings
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.search import Array
 from vllm_medusa.sampler import Verdict

@@ -17,8 +17,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_medusa.config import AcceptanceConfig, MedusaConfigError, RequestConfig
-from vllm_medusa.integration.options import has_trees, is_for_v2
 from vllm_medusa.integration.overrides import override
+from vllm_medusa.integration.startup.options import has_trees, is_for_v2
 from vllm_medusa.tree.forms import shown
 
 CANDIDATES = 4  # per draft of a request with a grammar

@@ -14,8 +14,8 @@ from vllm.utils.async_utils import run_in_loop
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_medusa.integration.options import has_trees
 from vllm_medusa.integration.overrides import override
+from vllm_medusa.integration.startup.options import has_trees
 
 died = False  # an engine of this process died before it was stopped
 

@@ -35,7 +35,9 @@ def medusa_config(heads: str | None, more: Mapping[str, Any] | None = None) -> d
     """
     config: dict[str, Any] = {"method": "medusa"}
     if heads is not None:
-        from vllm_medusa.heads.eagle import drafter_method  # imports torch, which is slow
+        from vllm_medusa.heads.eagle_checkpoint import (
+            drafter_method,  # imports torch, which is slow
+        )
 
         config["model"] = heads
         if (method := drafter_method(heads, (more or {}).get("revision"))) is not None:

@@ -1,4 +1,4 @@
-"""What `hydra.py` and `eagle.py` pass to their kernels: matrices, and the call of `beam.cpp`."""
+"""What Hydra's and EAGLE's kernels take: matrices, and the call of `beam.cpp`."""
 
 from __future__ import annotations
 

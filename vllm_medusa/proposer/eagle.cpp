@@ -1,5 +1,5 @@
 // EAGLE-3's drafter: a decoder layer over its paged cache, with a beam of `beam.cpp`;
-// `proposer/eagle.py` calls it. Entries of one level are written, then attended to.
+// `proposer/eagle_cpu.py` calls it. Entries of one level are written, then attended to.
 
 extern "C" {
 
@@ -44,13 +44,13 @@ namespace {
 struct Entries {  // of B requests, request by request
   std::vector<int64_t> first, count, own, base;   // per request, as in `Plan`
   std::vector<int64_t> tokens, positions, slots;  // slots < 0: not stored
-  std::vector<uint8_t> seen;                      // [batch, most, width]
+  std::vector<uint8_t> mask;                      // [batch, most, width]
   std::vector<int64_t> depths;                    // [batch, width], position after the base
   int64_t most, width;
   std::vector<float> states, normed;  // [entries, hidden]: inputs and then outputs; outputs
 
   Entries(int64_t batch, int64_t most, int64_t width)
-      : first(batch), count(batch), own(batch), base(batch), seen(batch * most * width),
+      : first(batch), count(batch), own(batch), base(batch), mask(batch * most * width),
         depths(batch * width), most(most), width(width) {}
 };
 
@@ -110,7 +110,7 @@ void run_entries(const Eagle& eagle, const EagleCache& cache, Entries& entries) 
                   cache.window, cache.max_blocks, entries.most * entries.width, entries.width,
                   entries.width,
                   entries.first.data(), entries.count.data(), entries.own.data(),
-                  entries.base.data(), cache.blocks, entries.seen.data(), entries.depths.data()};
+                  entries.base.data(), cache.blocks, entries.mask.data(), entries.depths.data()};
   const Layer layer{query.data(), cache.data, mixed.data(), nullptr, Q, D, Q, D,
                     1.0f / std::sqrt(float(D)), 0.0f, cache.dtype, paired, cache.truncate, paired};
   run<T, paired>(plan, layer);
@@ -174,7 +174,7 @@ extern "C" void eagle_prefill(const Eagle* eagle, const EagleCache* cache, const
       entries.tokens.push_back(paths->tokens[start + i]);
       entries.positions.push_back(paths->positions[start + i]);
       entries.slots.push_back(paths->slots[start + i]);
-      std::fill_n(entries.seen.data() + (b * most + i) * most, i + 1, 1);
+      std::fill_n(entries.mask.data() + (b * most + i) * most, i + 1, 1);
       entries.depths[b * most + i] = i;
     }
     const float* from = paths->features + start * F;
@@ -228,8 +228,8 @@ extern "C" int32_t eagle_trees(const Eagle* heads, const EagleCache* cache, cons
         entries.slots.push_back(block * size + (end + place) % size);
         below.push_back(paths[node.row]);
         below.back().push_back(place);
-        uint8_t* seen = entries.seen.data() + (b * entries.most + entries.count[b]++) * width;
-        for (int64_t each : below.back()) seen[each] = 1;
+        uint8_t* mask = entries.mask.data() + (b * entries.most + entries.count[b]++) * width;
+        for (int64_t each : below.back()) mask[each] = 1;
       }
       for (int64_t b = 0; b < B; b++)
         std::copy(depths[b].begin(), depths[b].end(), entries.depths.begin() + b * width);

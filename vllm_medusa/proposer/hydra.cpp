@@ -17,11 +17,11 @@ struct Hydra {
 namespace {
 
 // Hidden state and embeddings down to each node [nodes, (level + 2) * hidden] -> logits.
-void score_nodes(const Hydra& hydra, int64_t level, const float* seen, int64_t count,
+void score_nodes(const Hydra& hydra, int64_t level, const float* inputs, int64_t count,
                  std::vector<float>& logits) {
   static thread_local std::vector<float> both, x, y;
   const int64_t H = hydra.hidden;
-  multiply(hydra.first[level], seen, count, both);
+  multiply(hydra.first[level], inputs, count, both);
   x.resize(count * H);
   for (int64_t r = 0; r < count; r++)
     for (int64_t i = 0; i < H; i += W) {
@@ -44,18 +44,18 @@ void score_nodes(const Hydra& hydra, int64_t level, const float* seen, int64_t c
 extern "C" int32_t hydra_trees(const Hydra* heads, const float* states, const Beam* beam) {
   const Hydra& hydra = *heads;
   const int64_t H = hydra.hidden;
-  static thread_local std::vector<float> seen, above, logits;  // [nodes, (level + 1) * H]
+  static thread_local std::vector<float> inputs, above, logits;  // [nodes, (level + 1) * H]
   above.assign(states, states + beam->batch * H);
   return grow(*beam, hydra.token_map, [&](int64_t level, const auto& expanded, Choices& found) {
     const int64_t count = expanded.size(), old = (level + 1) * H, width = old + H;
-    seen.resize(count * width);
+    inputs.resize(count * width);
     for (int64_t r = 0; r < count; r++) {
-      float* row = seen.data() + r * width;
+      float* row = inputs.data() + r * width;
       std::copy_n(above.data() + expanded[r].row * old, old, row);
       embed(hydra.embedding, expanded[r].token, H, row + old);
     }
-    score_nodes(hydra, level, seen.data(), count, logits);
-    std::swap(seen, above);
+    score_nodes(hydra, level, inputs.data(), count, logits);
+    std::swap(inputs, above);
     return choose(*beam, level, expanded, logits.data(), hydra.vocab, hydra.lm_heads[level].rows,
                   hydra.sharpness[level], found);
   });

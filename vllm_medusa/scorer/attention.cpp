@@ -9,13 +9,13 @@ extern "C" {
 struct Plan {
   int64_t requests, heads, kv_heads, dim, block_size, block_stride;  // strides in elements
   int64_t window;                                                    // 0: none
-  int64_t max_blocks, seen_request, seen_row, depths_request;        // strides
+  int64_t max_blocks, mask_request, mask_row, depths_request;        // strides
   const int64_t* row;       // [requests] first query row
   const int64_t* rows;      // [requests] query rows
   const int64_t* own;       // [requests] keys after the context
   const int64_t* base;      // [requests] keys of the context
   const int32_t* blocks;    // [requests, max_blocks]
-  const uint8_t* seen;      // [requests, rows, own keys]
+  const uint8_t* mask;      // [requests, rows, own keys]
   const int64_t* depths;    // [requests, own keys], for windows; the queries are the last
 };
 
@@ -241,11 +241,11 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, Aligned<floa
   for (int64_t r = 0; r < R; r++) {
     float* row = weights + r * length - start;
     const int64_t i = std::min(node(r), plan.rows[b] - 1);
-    const uint8_t* seen = plan.seen + b * plan.seen_request + i * plan.seen_row;
+    const uint8_t* mask = plan.mask + b * plan.mask_request + i * plan.mask_row;
     std::fill(row + start, row + item.lo, nothing);
     std::fill(row + item.hi, row + start + length, nothing);
     for (int64_t t = std::max(base, item.lo); t < item.hi; t++)
-      if (!seen[t - base]) row[t] = nothing;
+      if (!mask[t - base]) row[t] = nothing;
     if (plan.window) {
       const int64_t* depths = plan.depths + b * plan.depths_request;
       const int64_t query = plan.own[b] - plan.rows[b] + i;

@@ -18,9 +18,9 @@ class AttentionPlan(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("requests", "heads", "kv_heads", "dim", "block_size")),
-        *((name, c_int64) for name in ("block_stride", "window", "max_blocks", "seen_request")),
-        *((name, c_int64) for name in ("seen_row", "depths_request")),
-        *((name, c_void_p) for name in ("row", "rows", "own", "base", "blocks", "seen", "depths")),
+        *((name, c_int64) for name in ("block_stride", "window", "max_blocks", "mask_request")),
+        *((name, c_int64) for name in ("mask_row", "depths_request")),
+        *((name, c_void_p) for name in ("row", "rows", "own", "base", "blocks", "mask", "depths")),
     ]
     layout: CacheLayout
     kept: tuple[Tensor, ...]  # keeps the pointers valid
@@ -57,7 +57,7 @@ def plan_trees(
 
 
 def plan_branches(
-    seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query attends to
+    mask: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query attends to
     base: Tensor,  # int64 [B], context tokens
     block_table: Tensor,  # int32 [B, >= ceil((base + S) / block_size)]
     layout: CacheLayout,
@@ -70,15 +70,15 @@ def plan_branches(
     After the context, the cache holds the nodes expanded so far, level by level; the queries are
     the newest level, and each attends to its own ancestors.
     """
-    batch, queries, size = seen.shape
+    batch, queries, size = mask.shape
     starts = queries * torch.arange(batch)
     rows, own = torch.full((batch,), queries), torch.full((batch,), size)
     places = None if depths is None else depths.expand(batch, -1)
-    return _plan(seen, starts, rows, own, base, block_table, layout, num_heads, window, places)
+    return _plan(mask, starts, rows, own, base, block_table, layout, num_heads, window, places)
 
 
 def _plan(
-    seen: Tensor,  # bool [B, >= rows, >= own keys]
+    mask: Tensor,  # bool [B, >= rows, >= own keys]
     starts: Tensor,
     rows: Tensor,
     own: Tensor,
@@ -95,15 +95,15 @@ def _plan(
             "16; set --block-size to a multiple of 16"
         )
     numbers = torch.stack([t.to(torch.int64) for t in (starts, rows, own, base)])
-    seen, blocks = _inner(seen), _inner(block_table)
+    mask, blocks = _inner(mask), _inner(block_table)
     plan = AttentionPlan(
         len(base), num_heads, layout.num_kv_heads, layout.head_size, layout.block_size,
-        layout.block_stride, window or 0, blocks.stride(0), seen.stride(0), seen.stride(1),
+        layout.block_stride, window or 0, blocks.stride(0), mask.stride(0), mask.stride(1),
         0 if depths is None else depths.stride(0), *(row.data_ptr() for row in numbers),
-        blocks.data_ptr(), seen.data_ptr(), None if depths is None else depths.data_ptr(),
+        blocks.data_ptr(), mask.data_ptr(), None if depths is None else depths.data_ptr(),
     )  # fmt: skip
-    assert seen.dtype == torch.bool and blocks.dtype == torch.int32
-    plan.layout, plan.kept = layout, (numbers, blocks, seen, numbers if depths is None else depths)
+    assert mask.dtype == torch.bool and blocks.dtype == torch.int32
+    plan.layout, plan.kept = layout, (numbers, blocks, mask, numbers if depths is None else depths)
     return plan
 
 

@@ -267,9 +267,9 @@ def attend(
                     other=0,
                 )  # [BLOCK_M]
                 bit = (word[:, None] >> (other & 63).to(tl.int64)[None, :]) & 1
-                seen = (bit != 0) | (row >= tree_rows)[:, None]
-                seen = (seen & (other[None, :] <= row[:, None])) | (other < 0)[None, :]
-                seen = seen & filled[None, :]
+                attended = (bit != 0) | (row >= tree_rows)[:, None]
+                attended = (attended & (other[None, :] <= row[:, None])) | (other < 0)[None, :]
+                attended = attended & filled[None, :]
                 if HAS_WINDOW:
                     other_is_node = (other >= 0) & (other < tree_rows)
                     other_depth = tl.load(
@@ -278,8 +278,8 @@ def attend(
                         other=0,
                     ).to(tl.int32)
                     other_place = tl.where(other_is_node, other_depth, other)
-                    seen = seen & (other_place[None, :] > place[:, None] - window)
-                logits = tl.where(seen, logits, float("-inf"))
+                    attended = attended & (other_place[None, :] > place[:, None] - window)
+                logits = tl.where(attended, logits, float("-inf"))
 
             new_top = tl.maximum(top, tl.max(logits, 1))
             shift = new_top

@@ -21,25 +21,25 @@ class LatentPlan:
 
     rows: list[slice]  # of each request's queries
     slots: list[Tensor]  # int64 [L], cache slots of its context, then of its own keys
-    seen: list[Tensor]  # bool [rows, own keys]
+    masks: list[Tensor]  # bool [rows, own keys]
 
     @classmethod
     def of(
         cls,
         starts: Sequence[int],  # first query row of each request
         base: Sequence[int],  # context tokens, which all its rows attend to
-        seen: list[Tensor],  # bool [rows, own keys], which of the keys after them each row does
+        masks: list[Tensor],  # bool [rows, own keys], which of the keys after them each row does
         block_table: Tensor,  # integer [B, >= ceil((base + own keys) / block_size)]
         block_size: int,
     ) -> LatentPlan:
         """Find the cache slots of all keys."""
         rows, slots = [], []
-        for request, (start, before, mask) in enumerate(zip(starts, base, seen, strict=True)):
+        for request, (start, before, mask) in enumerate(zip(starts, base, masks, strict=True)):
             token = torch.arange(before + mask.shape[1])
             blocks = block_table[request, token // block_size].to(torch.int64)
             rows.append(slice(start, start + mask.shape[0]))
             slots.append(blocks * block_size + token % block_size)
-        return cls(rows, slots, seen)
+        return cls(rows, slots, masks)
 
 
 def latent_attention(
@@ -59,12 +59,12 @@ def latent_attention(
     does; results then equal its own.
     """
     tokens = kv_cache.view(-1, kv_cache.shape[-1])
-    for rows, slots, seen in zip(plan.rows, plan.slots, plan.seen, strict=True):
+    for rows, slots, mask in zip(plan.rows, plan.slots, plan.masks, strict=True):
         keys = tokens[slots].float()  # [L, width]
         queries = query[rows].float() * scale  # [n, num_heads, width]
         logits = (queries.flatten(0, 1) @ keys.T).unflatten(0, queries.shape[:2])
-        own = logits[..., len(slots) - seen.shape[1] :]
-        own.masked_fill_(~seen.unsqueeze(1), float("-inf"))
+        own = logits[..., len(slots) - mask.shape[1] :]
+        own.masked_fill_(~mask.unsqueeze(1), float("-inf"))
         weights = (logits - logits.amax(-1, keepdim=True)).exp_().flatten(0, 1)
         total = weights.sum(-1, keepdim=True)
         if round_weights:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_medusa.heads.eagle import inspect_drafter
+from vllm_medusa.heads.eagle_checkpoint import inspect_drafter
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
 from vllm_medusa.heads.eagle_tensors import bare_names, flat_config, rope_of
 from vllm_medusa.heads.files import CheckpointFiles

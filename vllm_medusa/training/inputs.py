@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.heads.checkpoint import peek_heads
-from vllm_medusa.heads.eagle import drafter_method
+from vllm_medusa.heads.eagle_checkpoint import drafter_method
 from vllm_medusa.heads.eagle_tensors import Layout
 from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint, find_target
 from vllm_medusa.heads.fingerprint import fingerprint_of

@@ -28,7 +28,7 @@ from support.models import HIDDEN, save_model, save_random_heads
 from support.planted import planted_by_seed
 from support.runner import async_scheduling
 from vllm_medusa.heads.checkpoint import save_heads
-from vllm_medusa.integration import startup_timing
+from vllm_medusa.integration.startup import startup_timing
 from vllm_medusa.integration.v1.history import install_moves
 
 _MOST_STEPS = 20_000

@@ -11,7 +11,7 @@ from support.commands import convert
 from support.eagle import Eagle3
 
 from vllm_medusa.convert.eagle import DRAFTER_FORMATS
-from vllm_medusa.heads.eagle import inspect_eagle, named_layers
+from vllm_medusa.heads.eagle_checkpoint import inspect_eagle, named_layers
 from vllm_medusa.heads.model import HeadsError
 
 LAYERS = (2, 4, 5)  # vLLM's default of 8 layers

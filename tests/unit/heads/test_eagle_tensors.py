@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.commands import convert, run, said
 from support.eagle import Eagle1, Eagle3
 
-from vllm_medusa.heads.eagle import EagleInspection, inspect_eagle
+from vllm_medusa.heads.eagle_checkpoint import EagleInspection, inspect_eagle
 from vllm_medusa.heads.eagle_model import EagleShape
 from vllm_medusa.heads.eagle_tensors import Layout
 from vllm_medusa.heads.files import find_checkpoint

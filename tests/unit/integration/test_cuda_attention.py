@@ -29,8 +29,8 @@ from support.triton_steps import (
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_medusa.integration import cuda_attention
-from vllm_medusa.integration.cuda_attention import TreeAttentionBackend, compact_group
+from vllm_medusa.integration.attention import cuda_attention
+from vllm_medusa.integration.attention.cuda_attention import TreeAttentionBackend, compact_group
 
 CHUNK = range(-1, 4)  # the parents of its rows
 

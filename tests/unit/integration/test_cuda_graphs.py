@@ -13,7 +13,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker import cpu_worker  # noqa: F401  (fits V2's modules to the CPU first)
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_medusa.integration.cuda_graphs import MAX_TOKENS, capture_more_trees
+from vllm_medusa.integration.attention.cuda_graphs import MAX_TOKENS, capture_more_trees
 
 SEQS, TOKENS = 200, 8192
 

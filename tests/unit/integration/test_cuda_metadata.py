@@ -26,8 +26,8 @@ from support.triton_steps import (
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 
-from vllm_medusa.integration import cuda_metadata
-from vllm_medusa.integration.cuda_metadata import TreeMetadataBuilder
+from vllm_medusa.integration.attention import cuda_metadata
+from vllm_medusa.integration.attention.cuda_metadata import TreeMetadataBuilder
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.step import Trees
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors

@@ -19,9 +19,9 @@ pytest.importorskip("triton")
 from support import triton_steps
 from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MAX_SEQS, NODES, Buffers, build
 
-from vllm_medusa.integration import cuda_attention, cuda_metadata
-from vllm_medusa.integration.eagle import scratch_of
+from vllm_medusa.integration.attention import cuda_attention, cuda_metadata
 from vllm_medusa.integration.request_trees import RequestTrees
+from vllm_medusa.integration.startup.eagle_options import scratch_of
 from vllm_medusa.integration.v2.cuda_warmup import warm_up_rules
 from vllm_medusa.integration.v2.speculator import TreeSpeculator
 from vllm_medusa.kv import kernel as kv

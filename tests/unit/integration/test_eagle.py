@@ -19,9 +19,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration import compat
-from vllm_medusa.integration.eagle import check_captured_layers
-from vllm_medusa.integration.eagle_trees import EagleTrees
-from vllm_medusa.integration.options import (
+from vllm_medusa.integration.drafters.eagle_trees import EagleTrees
+from vllm_medusa.integration.startup.eagle_options import check_captured_layers
+from vllm_medusa.integration.startup.options import (
     EITHER_SCHEDULER,
     V1_WORKER,
     TreeSettings,

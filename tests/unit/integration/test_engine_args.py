@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.integration import compat
-from vllm_medusa.integration.options import DRAFTER, V1_WORKER, TreeSettings
+from vllm_medusa.integration.startup.options import DRAFTER, V1_WORKER, TreeSettings
 from vllm_medusa.tree import TokenTree, load_preset
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.tree.presets import DEFAULT_TREE

@@ -12,7 +12,7 @@ import xgrammar as xgr
 from support.assets import VOCAB, tokenizer
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
-from vllm_medusa.integration.grammar import (
+from vllm_medusa.integration.scheduling.grammar import (
     FORCED,
     MIN_RUN_SURVIVAL,
     Candidates,

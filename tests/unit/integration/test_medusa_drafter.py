@@ -20,9 +20,10 @@ from vllm_medusa.config import AcceptanceConfig
 from vllm_medusa.heads.checkpoint import load_heads, save_heads
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.integration import compat, medusa_drafter, sharding
-from vllm_medusa.integration.medusa_drafter import MedusaDrafter
-from vllm_medusa.integration.options import TreeSettings
+from vllm_medusa.integration import compat
+from vllm_medusa.integration.drafters import medusa_drafter, sharding
+from vllm_medusa.integration.drafters.medusa_drafter import MedusaDrafter
+from vllm_medusa.integration.startup.options import TreeSettings
 from vllm_medusa.integration.target import store_target_rows
 from vllm_medusa.integration.v2 import speculator
 from vllm_medusa.proposer.topk import VocabShard

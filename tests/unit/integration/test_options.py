@@ -13,8 +13,8 @@ from support.random_heads import HIDDEN, VOCAB, random_heads, write
 from vllm_medusa.config import MedusaConfig
 from vllm_medusa.heads.checkpoint import update_config
 from vllm_medusa.heads.fingerprint import target_fingerprint
-from vllm_medusa.integration import options
-from vllm_medusa.integration.options import resolve
+from vllm_medusa.integration.startup import options
+from vllm_medusa.integration.startup.options import resolve
 
 TARGET = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 1}
 

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.integration import compat
-from vllm_medusa.integration.options import V2_WORKER, choose_triton_attention
+from vllm_medusa.integration.startup.options import V2_WORKER, choose_triton_attention
 
 
 def platform(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -19,9 +19,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_medusa.budget.policy import AutoBudget, FixedBudget
-from vllm_medusa.integration.async_scheduler import TreeAsyncScheduler, tree_scheduler
-from vllm_medusa.integration.draft_messages import DraftMessage
-from vllm_medusa.integration.scheduler import TreeScheduler
+from vllm_medusa.integration.drafters.draft_messages import DraftMessage
+from vllm_medusa.integration.scheduling.async_scheduler import TreeAsyncScheduler, tree_scheduler
+from vllm_medusa.integration.scheduling.scheduler import TreeScheduler
 
 PROMPT = 5
 SURVIVAL = (0.9, 0.8, 0.5, 0.2, 0.1, 0.05)

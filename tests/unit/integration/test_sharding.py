@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_medusa.integration import sharding
+from vllm_medusa.integration.drafters import sharding
 from vllm_medusa.proposer.topk import NO_CANDIDATE, VocabShard
 
 

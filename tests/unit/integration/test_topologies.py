@@ -11,9 +11,9 @@ import numpy as np
 from vllm import SamplingParams
 
 from vllm_medusa.config import AcceptanceConfig
-from vllm_medusa.integration.options import TreeSettings
 from vllm_medusa.integration.request_trees import RequestTrees, tree_drafts
 from vllm_medusa.integration.requests import RequestOptions
+from vllm_medusa.integration.startup.options import TreeSettings
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.draft_trees import DraftTrees

@@ -11,7 +11,7 @@ from vllm_medusa.noise import Noise, Seeds
 from vllm_medusa.proposer.beam import beam_call
 from vllm_medusa.proposer.build import build_tree
 from vllm_medusa.proposer.choices import Choices, read_choices_in_torch
-from vllm_medusa.proposer.eagle import EagleBeam, EagleCache, EagleWeights
+from vllm_medusa.proposer.eagle_cpu import EagleBeam, EagleCache, EagleWeights
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.tree.draft_trees import IMPOSSIBLE
 from vllm_medusa.tree.dynamic import Beam

@@ -17,7 +17,7 @@ from support.models import save_model
 
 from vllm_medusa.heads import eagle_model
 from vllm_medusa.heads.checkpoint import peek_heads
-from vllm_medusa.heads.eagle import inspect_eagle
+from vllm_medusa.heads.eagle_checkpoint import inspect_eagle
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape, choose_layers
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.training import eagle3

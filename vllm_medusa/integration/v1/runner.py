@@ -21,10 +21,10 @@ from vllm.config import VllmConfig
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_medusa.integration.draft_messages import DraftMessage, skips_lookup, tree_parents
-from vllm_medusa.integration.options import TreeSettings
+from vllm_medusa.integration.drafters.draft_messages import DraftMessage, skips_lookup, tree_parents
 from vllm_medusa.integration.request_trees import RequestTrees, tree_drafts
 from vllm_medusa.integration.requests import CANDIDATES, follows_grammar
+from vllm_medusa.integration.startup.options import TreeSettings
 from vllm_medusa.integration.target import heads_left_out
 from vllm_medusa.integration.v1.typical import GuidedSampler
 from vllm_medusa.integration.v1.verification import draws_splitmix, verify

@@ -8,7 +8,7 @@ from unittest.mock import patch
 from vllm.v1.worker import cpu_worker
 
 from vllm_medusa.integration.attention import install_attention
-from vllm_medusa.integration.options import is_eagle
+from vllm_medusa.integration.startup.options import is_eagle
 
 
 class MedusaCPUWorker(cpu_worker.CPUWorker):
@@ -16,7 +16,7 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
 
     def init_device(self) -> None:
         """Build the runner; CPUWorker hardcodes its class, so the name is patched meanwhile."""
-        from vllm_medusa.integration.v1.eagle import EagleModelRunner
+        from vllm_medusa.integration.v1.eagle_proposer import EagleModelRunner
         from vllm_medusa.integration.v1.history import install_moves
         from vllm_medusa.integration.v1.runner import MedusaModelRunner
 
@@ -29,7 +29,7 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         """Time steps first if the budget needs step times; vLLM then reseeds."""
-        from vllm_medusa.integration.startup_timing import measure_step_costs
+        from vllm_medusa.integration.startup.startup_timing import measure_step_costs
 
         measure_step_costs(self)
         if (lookup := self.model_runner.trees.lookup) is not None:

@@ -20,12 +20,12 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_medusa.integration.draft_messages import DraftMessage
-from vllm_medusa.integration.grammar import Candidates
-from vllm_medusa.integration.medusa_drafter import MedusaDrafter
-from vllm_medusa.integration.options import has_trees, is_eagle
+from vllm_medusa.integration.drafters.draft_messages import DraftMessage
+from vllm_medusa.integration.drafters.medusa_drafter import MedusaDrafter
 from vllm_medusa.integration.overrides import override
 from vllm_medusa.integration.request_trees import RequestTrees, tree_drafts
+from vllm_medusa.integration.scheduling.grammar import Candidates
+from vllm_medusa.integration.startup.options import has_trees, is_eagle
 from vllm_medusa.integration.target import adapted_heads, adapters_left_out
 from vllm_medusa.integration.v2.kernel import HashedNoise, persistent_draws
 from vllm_medusa.integration.v2.state import tree_model_state
@@ -46,7 +46,7 @@ def _init_speculator(
         return original(vllm_config, device, states)
     kind = TreeSpeculator
     if is_eagle(vllm_config.speculative_config):
-        from vllm_medusa.integration.v2.eagle import EagleTreeSpeculator
+        from vllm_medusa.integration.v2.eagle_drafter import EagleTreeSpeculator
 
         kind = EagleTreeSpeculator
     speculator = kind(vllm_config, device)

@@ -19,7 +19,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from vllm_medusa.integration.attention import install_attention
-from vllm_medusa.integration.draft_messages import tree_parents
+from vllm_medusa.integration.drafters.draft_messages import tree_parents
 from vllm_medusa.integration.target import heads_left_out
 
 
@@ -36,7 +36,7 @@ class MedusaWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile our kernels too, before graphs are captured; then time steps."""
-        from vllm_medusa.integration.startup_timing import measure_step_costs
+        from vllm_medusa.integration.startup.startup_timing import measure_step_costs
         from vllm_medusa.integration.v2.cuda_warmup import warm_up
 
         if self.vllm_config.kernel_config.enable_jit_warmup:

@@ -16,7 +16,7 @@ from typing import Any
 from vllm.config import SpeculativeConfig
 
 from vllm_medusa.config import GROWN_METHODS, EagleConfig, MedusaConfigError
-from vllm_medusa.heads.eagle import (
+from vllm_medusa.heads.eagle_checkpoint import (
     doubtful_layers,
     drafter_method,
     inspect_drafter,
@@ -27,7 +27,7 @@ from vllm_medusa.heads.files import find_checkpoint, is_drafter
 from vllm_medusa.heads.fit import NO
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration import compat
-from vllm_medusa.integration.options import (
+from vllm_medusa.integration.startup.options import (
     CreateConfig,
     TreeSettings,
     absolute,

@@ -18,10 +18,10 @@ def platform_attention() -> Any:
     platforms that compile kernels, compiles them before the first request.
     """
     if current_platform.is_cuda():
-        from vllm_medusa.integration import cuda_attention
+        from vllm_medusa.integration.attention import cuda_attention
 
         return cuda_attention
-    from vllm_medusa.integration import cpu_attention
+    from vllm_medusa.integration.attention import cpu_attention
 
     return cpu_attention
 

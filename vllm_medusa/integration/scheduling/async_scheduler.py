@@ -14,8 +14,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_medusa.budget.policy import AutoBudget
-from vllm_medusa.integration.draft_messages import Draft
-from vllm_medusa.integration.scheduler import TreeScheduler, max_draft_tokens
+from vllm_medusa.integration.drafters.draft_messages import Draft
+from vllm_medusa.integration.scheduling.scheduler import TreeScheduler, max_draft_tokens
 
 
 class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):

@@ -10,8 +10,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 from vllm_medusa.budget.expected_acceptance import Drafted
-from vllm_medusa.integration.grammar import Candidates
 from vllm_medusa.integration.requests import GREEDY_BELOW, follows_grammar
+from vllm_medusa.integration.scheduling.grammar import Candidates
 
 
 @dataclass

@@ -37,18 +37,23 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_medusa.heads.eagle import mask_entry
+from vllm_medusa.heads.eagle_checkpoint import mask_entry
 from vllm_medusa.heads.files import is_finite
 from vllm_medusa.heads.model import HeadsError
-from vllm_medusa.integration.accepted_paths import NO_SLOT, AcceptedPaths, Tokens
-from vllm_medusa.integration.eagle import scratch_of
-from vllm_medusa.integration.eagle_kernel import EntryLayer, eagle_cache, eagle_weights, entry_layer
-from vllm_medusa.integration.options import TreeSettings
+from vllm_medusa.integration.drafters.accepted_paths import NO_SLOT, AcceptedPaths, Tokens
+from vllm_medusa.integration.drafters.eagle_kernel import (
+    EntryLayer,
+    eagle_cache,
+    eagle_weights,
+    entry_layer,
+)
+from vllm_medusa.integration.startup.eagle_options import scratch_of
+from vllm_medusa.integration.startup.options import TreeSettings
 from vllm_medusa.noise import LevelNoise, Noise, Stream
 from vllm_medusa.proposer.beam import beam_call
 from vllm_medusa.proposer.build import build_tree, tensors_on
 from vllm_medusa.proposer.choices import Choices, read_choices
-from vllm_medusa.proposer.eagle import MAX_ROWS, EagleBeam, EagleCache
+from vllm_medusa.proposer.eagle_cpu import MAX_ROWS, EagleBeam, EagleCache
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
@@ -382,7 +387,8 @@ class _Branches:
     ) -> None:
         self.drafter, self.roots, self.used, self.noise = drafter, roots, used, noise
         self.hidden = roots.hidden.unsqueeze(1)  # [B, k, H] of the latest level
-        self.seen = roots.ends.new_zeros((len(roots.ends), 1, 0), dtype=torch.bool)  # [B, k, S]
+        empty = roots.ends.new_zeros((len(roots.ends), 1, 0), dtype=torch.bool)
+        self.ancestors = empty  # [B, k, S], which scratch nodes each node of the level attends to
         self.depths = roots.ends.new_zeros(0)  # [S], position after the exact entries
 
     def expand(self, level: int, tokens: Tensor, parents: Tensor, width: int) -> Choices:
@@ -391,11 +397,11 @@ class _Branches:
         if level > 0:
             own = torch.eye(count, dtype=torch.bool, device=tokens.device)
             own = own.expand(len(tokens), -1, -1)
-            self.seen = torch.cat([_of_parents(self.seen, parents), own], 2)
+            self.ancestors = torch.cat([_of_parents(self.ancestors, parents), own], 2)
             offsets = self.depths.new_full((count,), level - 1)
             self.depths = torch.cat([self.depths, offsets])
-            size = self.seen.shape[2]
-            branches = (self.seen, self.depths) if size > level else None  # None: a chain
+            size = self.ancestors.shape[2]
+            branches = (self.ancestors, self.depths) if size > level else None  # None: a chain
             above = _of_parents(self.hidden, parents)
             normed, self.hidden = self.drafter.in_scratch(
                 self.roots, self.used, size, tokens, offsets, above, branches

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.integration import compat
-from vllm_medusa.integration.eagle import unsupported_by_eagle
-from vllm_medusa.integration.options import (
+from vllm_medusa.integration.startup.eagle_options import unsupported_by_eagle
+from vllm_medusa.integration.startup.options import (
     ASYNC_ON_V1,
     ASYNC_SCHEDULER,
     EITHER_SCHEDULER,

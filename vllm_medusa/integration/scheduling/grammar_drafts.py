@@ -19,8 +19,9 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from vllm_medusa.integration.draft_messages import Draft, tree_parents
-from vllm_medusa.integration.grammar import (
+from vllm_medusa.integration.drafters.draft_messages import Draft, tree_parents
+from vllm_medusa.integration.requests import GREEDY_BELOW
+from vllm_medusa.integration.scheduling.grammar import (
     LIKELY,
     Candidates,
     Chance,
@@ -29,7 +30,6 @@ from vllm_medusa.integration.grammar import (
     fill_masks,
     forced_run,
 )
-from vllm_medusa.integration.requests import GREEDY_BELOW
 
 
 class GrammarDrafts:

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
-from vllm_medusa.proposer.eagle import EagleCache, EagleWeights
+from vllm_medusa.proposer.eagle_cpu import EagleCache, EagleWeights
 from vllm_medusa.scorer.layout import CacheLayout
 
 
@@ -114,7 +114,7 @@ def eagle_cache(layer: Any) -> EagleCache | None:
     """The cache of its attention layer; None if the kernel does not support it."""
     if not hasattr(layer, "isa"):  # not vLLM's CPU backend
         return None
-    from vllm_medusa.integration.cpu_attention import kernel_truncates
+    from vllm_medusa.integration.attention.cpu_attention import kernel_truncates
 
     layout = CacheLayout.of(layer.kv_cache, layer.isa)
     window = max(layer.impl.sliding_window, 0)

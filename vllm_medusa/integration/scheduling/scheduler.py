@@ -28,14 +28,14 @@ from vllm_medusa.budget.policy import AutoBudget, FixedBudget
 from vllm_medusa.budget.store import CostStore
 from vllm_medusa.config import GROWN_METHODS
 from vllm_medusa.integration import compat
-from vllm_medusa.integration.clock import PipelinedClock, Step, StepClock
-from vllm_medusa.integration.cost_key import cost_key
-from vllm_medusa.integration.draft_messages import Draft
-from vllm_medusa.integration.eagle import beam_of, scratch_of
-from vllm_medusa.integration.grammar_drafts import GrammarDrafts
+from vllm_medusa.integration.drafters.draft_messages import Draft
 from vllm_medusa.integration.metrics import StepReport
-from vllm_medusa.integration.options import TreeSettings
 from vllm_medusa.integration.requests import request_config
+from vllm_medusa.integration.scheduling.clock import PipelinedClock, Step, StepClock
+from vllm_medusa.integration.scheduling.cost_key import cost_key
+from vllm_medusa.integration.scheduling.grammar_drafts import GrammarDrafts
+from vllm_medusa.integration.startup.eagle_options import beam_of, scratch_of
+from vllm_medusa.integration.startup.options import TreeSettings
 from vllm_medusa.tree.draft_trees import FROM_LOOKUP
 from vllm_medusa.tree.dynamic import DynamicTree
 

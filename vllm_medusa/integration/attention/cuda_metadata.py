@@ -24,8 +24,8 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_medusa.integration.eagle import beam_of, scratch_of
-from vllm_medusa.integration.options import TreeSettings, has_trees, is_eagle
+from vllm_medusa.integration.startup.eagle_options import beam_of, scratch_of
+from vllm_medusa.integration.startup.options import TreeSettings, has_trees, is_eagle
 from vllm_medusa.kernels import uses_kernel
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace, TreeBuffers
 from vllm_medusa.scorer.step import TreeStep

@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.mla.amx_mla import (
 )
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
-from vllm_medusa.integration.cpu_attention import part_of
+from vllm_medusa.integration.attention.cpu_attention import part_of
 from vllm_medusa.scorer.latent import LatentPlan, latent_attention
 from vllm_medusa.scorer.step import TreeStep
 

@@ -10,10 +10,10 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from vllm_medusa.integration.accepted_paths import accepted_paths
-from vllm_medusa.integration.eagle import beam_of, check_captured_layers
-from vllm_medusa.integration.eagle_trees import EagleTrees, PendingTokens, Roots
-from vllm_medusa.integration.options import TreeSettings
+from vllm_medusa.integration.drafters.accepted_paths import accepted_paths
+from vllm_medusa.integration.drafters.eagle_trees import EagleTrees, PendingTokens, Roots
+from vllm_medusa.integration.startup.eagle_options import beam_of, check_captured_layers
+from vllm_medusa.integration.startup.options import TreeSettings
 from vllm_medusa.integration.target import unwrap_adapted
 from vllm_medusa.integration.v1.runner import MedusaModelRunner
 from vllm_medusa.sampler import Verdict

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_medusa.integration.cuda_metadata import TreeMetadata, TreeMetadataBuilder
+from vllm_medusa.integration.attention.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 from vllm_medusa.kv.kernel import LayerCaches, compact_layers
 from vllm_medusa.scorer.launch import paged_tree_attention
 from vllm_medusa.scorer.paged import MAX_HEAD_SIZE, PagedBatch

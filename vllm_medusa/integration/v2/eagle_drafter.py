@@ -13,10 +13,14 @@ from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_medusa.config import MedusaConfigError
-from vllm_medusa.integration.accepted_paths import NO_SLOT, accepted_paths
-from vllm_medusa.integration.eagle import beam_of, check_captured_layers, reads_layers
-from vllm_medusa.integration.eagle_trees import EagleTrees, PendingTokens, Roots
-from vllm_medusa.integration.options import TreeSettings
+from vllm_medusa.integration.drafters.accepted_paths import NO_SLOT, accepted_paths
+from vllm_medusa.integration.drafters.eagle_trees import EagleTrees, PendingTokens, Roots
+from vllm_medusa.integration.startup.eagle_options import (
+    beam_of,
+    check_captured_layers,
+    reads_layers,
+)
+from vllm_medusa.integration.startup.options import TreeSettings
 from vllm_medusa.integration.v2.speculator import TreeSpeculator
 from vllm_medusa.sampler import Verdict
 

@@ -36,8 +36,8 @@ from vllm_medusa.scorer.step import TreeStep
 
 BACKENDS = {
     "CPU_ATTN": f"{__name__}.TreeAttentionBackend",
-    "CPU_MLA": "vllm_medusa.integration.cpu_mla.TreeMLABackend",
-    "AMX_MLA": "vllm_medusa.integration.cpu_mla.TreeAMXMLABackend",
+    "CPU_MLA": "vllm_medusa.integration.attention.cpu_mla.TreeMLABackend",
+    "AMX_MLA": "vllm_medusa.integration.attention.cpu_mla.TreeAMXMLABackend",
 }
 
 

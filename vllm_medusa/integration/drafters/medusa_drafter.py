@@ -14,8 +14,9 @@ from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.cpu import PackedHeads
 from vllm_medusa.heads.hydra import HydraHeads, PackedHydra
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.integration import compat, sharding
-from vllm_medusa.integration.options import TreeSettings
+from vllm_medusa.integration import compat
+from vllm_medusa.integration.drafters import sharding
+from vllm_medusa.integration.startup.options import TreeSettings
 from vllm_medusa.integration.target import adapted_heads, adapters_left_out, store_target_rows
 from vllm_medusa.noise import LevelNoise, Noise, Stream
 from vllm_medusa.proposer.build import build_tree, fill_tree, source_on, tensors_on

@@ -35,8 +35,8 @@ def _create_speculative_config(
         _refuse_lost_keys(speculative, method)
         return original(self, target_model_config, target_parallel_config)
     from vllm_medusa.integration import metrics, requests, stopping
-    from vllm_medusa.integration.eagle import config_of_eagle
-    from vllm_medusa.integration.options import config_of_heads, prepare
+    from vllm_medusa.integration.startup.eagle_options import config_of_eagle
+    from vllm_medusa.integration.startup.options import config_of_heads, prepare
 
     for module in (requests, metrics, stopping):
         module.install()
@@ -90,9 +90,9 @@ def _create_engine_config(
         _leave_room_for_adapters(self)
         config = original(self, *args, **kwargs)
     if self.speculative_config or self.spec_method:
-        from vllm_medusa.integration.checks import check_engine
-        from vllm_medusa.integration.cuda_graphs import capture_more_trees
-        from vllm_medusa.integration.options import TreeSettings, has_trees
+        from vllm_medusa.integration.attention.cuda_graphs import capture_more_trees
+        from vllm_medusa.integration.startup.checks import check_engine
+        from vllm_medusa.integration.startup.options import TreeSettings, has_trees
 
         if has_trees(config.speculative_config):
             check_engine(config)
@@ -144,7 +144,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
 
 def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
     """Merge the flag into ``--speculative-config``; conflicting flags are refused."""
-    from vllm_medusa.heads.eagle import drafter_method  # imports torch, which is slow
+    from vllm_medusa.heads.eagle_checkpoint import drafter_method  # imports torch, which is slow
 
     config = _mapping(getattr(args, "speculative_config", None))
     by_flag, by_config = getattr(args, "spec_method", None), config.get("method")

@@ -10,7 +10,7 @@ from vllm import envs
 from vllm.platforms import current_platform
 
 from vllm_medusa.integration import compat
-from vllm_medusa.integration.options import TreeSettings, absolute
+from vllm_medusa.integration.startup.options import TreeSettings, absolute
 from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.tree.dynamic import Beam
 

@@ -28,9 +28,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_medusa.budget.expected_acceptance import Drafted, ExpectedAcceptance
 from vllm_medusa.budget.policy import AutoBudget, best
 from vllm_medusa.integration import compat
-from vllm_medusa.integration.draft_messages import Draft
-from vllm_medusa.integration.options import TreeSettings
-from vllm_medusa.integration.scheduler import TreeScheduler
+from vllm_medusa.integration.drafters.draft_messages import Draft
+from vllm_medusa.integration.scheduling.scheduler import TreeScheduler
+from vllm_medusa.integration.startup.options import TreeSettings
 
 SECONDS = 10.0  # no step starts later; the slow first step is not counted
 AGAIN = 0.3  # fraction of SECONDS if costs are known from an earlier start

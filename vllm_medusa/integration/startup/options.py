@@ -40,12 +40,12 @@ ASYNC_ON_V1 = (
     "async scheduling is not supported on vLLM's V1 model runner. Disable "
     "it, or use the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
 )
-DRAFTER = "vllm_medusa.integration.medusa_drafter.MedusaDrafter"
+DRAFTER = "vllm_medusa.integration.drafters.medusa_drafter.MedusaDrafter"
 V1_WORKER = "vllm_medusa.integration.v1.worker.MedusaCPUWorker"
 V2_WORKER = "vllm_medusa.integration.v2.worker.MedusaWorker"
-SCHEDULER = "vllm_medusa.integration.scheduler.TreeScheduler"
-ASYNC_SCHEDULER = "vllm_medusa.integration.async_scheduler.TreeAsyncScheduler"
-EITHER_SCHEDULER = "vllm_medusa.integration.async_scheduler.tree_scheduler"
+SCHEDULER = "vllm_medusa.integration.scheduling.scheduler.TreeScheduler"
+ASYNC_SCHEDULER = "vllm_medusa.integration.scheduling.async_scheduler.TreeAsyncScheduler"
+EITHER_SCHEDULER = "vllm_medusa.integration.scheduling.async_scheduler.tree_scheduler"
 _SECONDS_TO_COMPARE = 1.0  # max time at start-up to read samples of the target's weights
 
 

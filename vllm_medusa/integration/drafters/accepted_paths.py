@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_medusa.sampler import Verdict
 
 if TYPE_CHECKING:
-    from vllm_medusa.integration.eagle_trees import EagleTrees
+    from vllm_medusa.integration.drafters.eagle_trees import EagleTrees
 
 NO_SLOT = -1  # slot of entries that are not stored
 

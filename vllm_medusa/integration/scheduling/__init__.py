@@ -1,0 +1,1 @@
+"""vLLM's schedulers with draft trees, and what they ask: clocks, cost keys, grammars."""

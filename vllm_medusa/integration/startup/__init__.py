@@ -1,0 +1,1 @@
+"""Before the first request: engine arguments, options, checks, and step times."""
