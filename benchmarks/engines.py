@@ -103,6 +103,19 @@ class EngineOptions(Options):
         ]
         return {file.stem: load_prompts(file)[: self.prompts] for file in files}
 
+    def chosen(self, arms: Sequence[Arm]) -> list[Arm]:
+        """The arms whose names --only matches.
+
+        Raises:
+            ValueError: it matches none.
+
+        """
+        found = [arm for arm in arms if re.search(self.only or "", arm.name)]
+        if self.only and not found:
+            names = ", ".join(arm.name for arm in arms)
+            raise ValueError(f"--only {self.only} matches none of: {names}. Correct or omit it")
+        return found
+
     def all_prompts(self) -> list[Prompt]:
         """The prompts of all tasks, each with a unique index."""
         found = [prompt for own in self.tasks().values() for prompt in own]
@@ -189,8 +202,7 @@ def compare(
     Adjacent arms of one configuration share an engine. An arm whose engine fails has no more rows
     with numbers; the others are measured.
     """
-    if options.only:
-        arms = [arm for arm in arms if re.search(options.only, arm.name)]
+    arms = options.chosen(arms)
     counts: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     with engine(PLAIN, options, engine_args) as plain:
         plain.session = session

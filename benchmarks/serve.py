@@ -24,7 +24,6 @@ import io
 import json
 import os
 import random
-import re
 import socket
 import tempfile
 import time
@@ -147,8 +146,7 @@ def run(options: ServeOptions, progress: Progress) -> Iterator[Row]:
         for folder, label in zip(folders, labels(folders), strict=True)
         for form, size in sizes
     ]
-    wanted = re.compile(options.only or "")
-    arms = [PLAIN, *(arm for arm in drafting if arm and wanted.search(arm.name))]
+    arms = [PLAIN, *options.chosen([arm for arm in drafting if arm])]
     with contextlib.ExitStack() as stack:
         urls: dict[str, str] = {}
         for arm in arms:

@@ -78,6 +78,13 @@ def test_arms_with_equal_tokens_get_a_ratio(options, monkeypatch, tmp_path):
     assert (tmp_path / "bars.png").stat().st_size > 1000
 
 
+def test_an_expression_that_matches_no_arm_is_refused():
+    arms = [PLAIN, engines.Arm("hydra, automatic")]
+    assert CompareOptions(only="hydra").chosen(arms) == arms[1:]
+    with pytest.raises(ValueError, match="--only eagle matches none of: plain, hydra, automatic"):
+        CompareOptions(only="eagle").chosen(arms)
+
+
 def test_stock_speculation_is_not_measured_when_sampling(options, monkeypatch):
     rows = rows_of(options, monkeypatch, lambda config: FakeEngine)
     for name in ("heads, stock 2", "n-gram 2, vLLM's"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import traceback
@@ -26,7 +27,8 @@ ERROR, _FAILED = "error", "failed"  # kinds of messages: an exception to raise; 
 _INTERRUPTED = 130  # exit status of a process ended by SIGINT
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHOWN_LINES = 25
-_SHOWN_BYTES = 1 << 14
+_SHOWN_BYTES = 1 << 16
+_ERROR = re.compile(r"\w(Error|Exception|Refused): ")
 _STOP_SECONDS = 60
 _KINDS: tuple[type[Exception], ...] = (ValueError, OSError, JobFailed)
 _SPAWN = multiprocessing.get_context("spawn")
@@ -109,11 +111,14 @@ def run_in_process(
 
 
 def end_of(log: Path) -> str:
-    """The last lines of a file."""
+    """The last lines of a log; before them its first error, of which later ones may be results."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _SHOWN_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(lines[-_SHOWN_LINES:]) or "(nothing)"
+    shown = lines[-_SHOWN_LINES:]
+    if cause := next(filter(_ERROR.search, lines[:-_SHOWN_LINES]), None):
+        shown = [cause, "...", *shown]
+    return "\n".join(shown) or "(nothing)"
 
 
 class _Sent(Progress):

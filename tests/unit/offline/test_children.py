@@ -11,7 +11,7 @@ from support.commands import RecordingProgress
 
 from vllm_medusa.job import JobFailed
 from vllm_medusa.offline import process
-from vllm_medusa.offline.children import Child, run_in_process
+from vllm_medusa.offline.children import Child, end_of, run_in_process
 from vllm_medusa.offline.engine import Sampling
 
 PARENT = """
@@ -133,3 +133,14 @@ def test_an_engine_is_killed_if_its_start_is_interrupted(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         process.EngineProcess({}, Sampling())
     assert children[0].process.exitcode == -signal.SIGKILL
+
+
+def test_the_end_of_a_log_begins_with_its_first_error(log):
+    """vLLM's last lines only say that the engine core failed."""
+    lines = ["INFO start", "ERROR ValueError: no memory", *"abc", "RuntimeError: see above"]
+    log.write_text("\n".join([*lines[:2], *map(str, range(40)), *lines[2:]]))
+    shown = end_of(log).splitlines()
+    assert shown[:3] == ["ERROR ValueError: no memory", "...", "19"]
+    assert shown[-1] == "RuntimeError: see above"
+    log.write_text("\n".join(lines))
+    assert end_of(log).splitlines() == lines
