@@ -29,7 +29,6 @@ from support.engines import complete, engine, greedy, metric
 from support.models import VOCAB
 from support.planted import PlantedCopies, planted
 from support.reference import differing
-from support.runner import ON_V2
 from support.spies import recorded_steps, tree_rows
 from vllm import LLM
 
@@ -227,10 +226,7 @@ def vocabulary_ignored(patch: Patch, llm: LLM) -> None:
 
 def noise_left_out(patch: Patch, llm: LLM) -> None:
     """Drafts for sampled tokens do not share their noise."""
-    owner: Any = MedusaModelRunner
-    if ON_V2:
-        from vllm_medusa.integration.v2.speculator import TreeSpeculator as owner
-    patch.setattr(owner, "_stream", lambda *_: None)
+    patch.setattr(MedusaModelRunner, "_stream", lambda *_: None)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ def test_on_v2() -> None:
         "tests/v2/test_dynamic_trees.py",
         "tests/v2/test_eagle.py",
         "tests/e2e/test_eagle.py::test_exact_in_mixed_steps",
-        "tests/e2e/test_eagle.py::test_negative_controls[noise_left_out]",
         "tests/e2e/test_eagle_layouts.py::test_exact[window]",
         "tests/e2e/test_eagle_layouts.py::test_exact[P-EAGLE]",
         "tests/e2e/test_mtp.py::test_exact_in_mixed_steps",
