@@ -49,7 +49,8 @@ WHY = (
 _OPENMP = "libiomp5.so"  # Intel's, which vLLM recommends on CPUs
 _KV_BYTES = 1 << 30
 _PREFILLS = 16  # full-length prompts that fit into a step
-_COPIED = "medusa_lookup_accepted_tokens"  # a counter of the engine
+# counters of the engine: accepted draft tokens, only from copies and all
+_COPIED = ("medusa_lookup_accepted_tokens", "spec_decode_num_accepted_tokens")
 Tasks = dict[str, list[Prompt]]
 Counts = Sequence[tuple[int, int]]  # accepted tokens and steps per prompt
 
@@ -265,7 +266,7 @@ class Point:
         else:
             how["turn"] = len(prompts)
         lookup = (arm.config or {}).get("lookup", False)
-        copied = process.count(_COPIED) if lookup else 0.0
+        before = [process.count(name) for name in _COPIED] if lookup else []
         _, found = run_in_turn([baseline, process], prompts, **how)
         results = [found.candidate.results[prompt.index] for prompt in prompts]
         own = [(r.acceptance.accepted, r.acceptance.steps) for r in results]
@@ -276,8 +277,8 @@ class Point:
         if options.rounds:
             numbers |= time_numbers(found, batch) | {"first": first.ratio}
         if lookup:
-            accepted = found.candidate.acceptance.accepted
-            numbers["copied"] = (process.count(_COPIED) - copied) / max(accepted, 1)
+            copied, accepted = np.subtract([process.count(name) for name in _COPIED], before)
+            numbers["copied"] = float(copied / max(accepted, 1))
         if judge is not None:
             numbers |= judge(results)
         wrong = found.differences if arm.exact or not self.temperature else []
