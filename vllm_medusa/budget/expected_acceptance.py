@@ -32,7 +32,7 @@ _WINDOW = 512.0  # decay of the histogram, in recorded steps of requests
 _KEPT = 8.0  # steps of requests kept when no drafts are observed
 _RATIO_WINDOW = 2048.0  # the same for the ratio
 _PRIOR_STEPS, _PRIOR_TOKENS = 4, 4.0  # weight of the prior
-_RATIOS = (0.2, 2.0)  # bounds of the ratio
+_RATIOS = (0.02, 2.0)  # bounds of the ratio
 _RANGES = [sum(end <= rank for end in RANGE_ENDS) for rank in range(1 + RANGE_ENDS[-1])]  # by rank
 
 

@@ -25,8 +25,8 @@ from vllm_medusa.budget.plan import Plan, Planner
 START, STOP = 1.06, 1.02  # expected speed against plain steps at which drafting begins and ends
 _PLAN_MS = 250.0  # how long a plan is reused, in step time
 _TRIAL_STEPS = 3
-_TRIAL_SHARE = 0.003  # max share of time lost to trials, as estimated
-_MAX_SAVED = 2.0  # max savings, in trials of the most expensive kind
+_TRIAL_SHARE = 0.003  # max share of time lost to trials: measured at rest, estimated while drafting
+_MAX_SAVED = 2.0  # max savings, and debt, in trials that yield nothing in three plain steps
 _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # offsets from the best size to sizes to try
 _LEARN_MS = 100.0  # interval of updates of costs and acceptance, and of decisions at rest
@@ -91,7 +91,7 @@ class AutoBudget:
         self._plan: Plan | None = None
         self._now = self._planned_at = 0.0  # ms of steps
         self._trial_left, self._trial = 0, (0, 0)  # steps; limit and nodes
-        self._waited, self._saved = 0, -1.0  # steps since a trial; ms available for trials
+        self._waited, self._saved = 0, math.nan  # steps since a trial; ms available for trials
         self._idle = 0  # steps of requests without drafts
         self._surprises = cost.surprises
         self.speed, self.speed_of_copies = MeasuredSpeed(), MeasuredSpeed()
@@ -233,10 +233,12 @@ class AutoBudget:
             self._learned_plain = self.cost.plain_ms(requests)
         plain = self._learned_plain
         self._now += ms
-        if self._saved < 0:
+        if math.isnan(self._saved):  # the first step
             self._saved = _MAX_SAVED * _TRIAL_STEPS * plain
         self._saved += _TRIAL_SHARE * min(ms, 2 * plain)
         copies = rows > requests and not self.drafting and not self._last_limit
+        if tokens and not self.drafting and (limit or (rows > requests and not copies)):
+            self._saved -= ms - plain * tokens / requests  # a trial's step
         if tokens and not self._trial_left and (self.drafting or copies):
             speed = self.speed_of_copies if copies else self.speed
             speed.add(min(ms, 4 * plain), plain * tokens / requests)
@@ -303,7 +305,7 @@ class AutoBudget:
     def _begin_trial(self, plan: Plan) -> None:
         """Try an alternative for a few steps, if its expected cost has been saved up."""
         maximum = _MAX_SAVED * _TRIAL_STEPS * float(plan.arms[0, 3])
-        self._saved = min(self._saved, maximum)
+        self._saved = min(max(self._saved, -maximum), maximum)
         limit, nodes, rate, ms = self._alternative(plan)
         best_rate = max(plan.rate if self.drafting else 0.0, plan.rate_without)
         lost = _TRIAL_STEPS * ms * max(1.0 - rate / best_rate, 0.02)
@@ -313,9 +315,10 @@ class AutoBudget:
         elif self.drafting and limit == plan.limit:
             lost = min(lost, maximum / 4)
         self.turn += 1
-        if lost > self._saved:
+        if not lost <= self._saved:  # also before the first step
             return
-        self._saved -= lost
+        if self.drafting:
+            self._saved -= lost
         self.trials += 1
         self._waited = 0
         self._trial_left, self._trial = _TRIAL_STEPS, (limit, nodes)

@@ -236,6 +236,14 @@ def test_trials_cost_less_than_a_hundredth():
     assert policy.speed_of_copies.steps == 0
 
 
+@pytest.mark.parametrize("requests", [1, 16, 64])
+def test_a_confident_drafter_that_is_always_wrong(requests):
+    """From the first step, with costs unknown: what is tried costs more than estimated."""
+    server = Server(cpu, batch(requests), lambda step: 0.9, 0.0, noise=0.05)
+    record, plain = (serve(server, 2 * STEPS, each) for each in (new_policy(), 0))
+    assert record.speed(300) >= 0.985 * plain.speed(300)
+
+
 @pytest.mark.parametrize("wrong", [1 / 3, 3.0])
 @pytest.mark.parametrize("name", ["cpu, 1", "cpu, 4", "expensive rows, 8"])
 def test_wrong_tables_are_corrected(name, wrong):
