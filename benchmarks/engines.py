@@ -49,7 +49,7 @@ WHY = (
 _OPENMP = "libiomp5.so"  # Intel's, which vLLM recommends on CPUs
 _KV_BYTES = 1 << 30
 _PREFILLS = 16  # full-length prompts that fit into a step
-# counters of the engine: accepted draft tokens, only from copies and all
+# the engine's counters of accepted draft tokens: those only copied, and all
 _COPIED = ("medusa_lookup_accepted_tokens", "spec_decode_num_accepted_tokens")
 Tasks = dict[str, list[Prompt]]
 Counts = Sequence[tuple[int, int]]  # accepted tokens and steps per prompt

@@ -146,7 +146,8 @@ def run(options: ServeOptions, progress: Progress) -> Iterator[Row]:
         for folder, label in zip(folders, labels(folders), strict=True)
         for form, size in sizes
     ]
-    arms = [PLAIN, *options.chosen([arm for arm in drafting if arm])]
+    chosen = options.chosen([PLAIN, *(arm for arm in drafting if arm)])
+    arms = [PLAIN, *(arm for arm in chosen if arm is not PLAIN)]
     with contextlib.ExitStack() as stack:
         urls: dict[str, str] = {}
         for arm in arms:

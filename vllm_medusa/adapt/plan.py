@@ -70,10 +70,10 @@ def check(options: AdaptOptions, progress: Progress) -> Plan:
             f"adapt needs {', '.join(missing)}: pip install 'vllm-medusa[cpu,train]', with a GPU "
             "'vllm-medusa[cuda,train]'."
         )
-    from vllm_medusa.training.inputs import continued
+    from vllm_medusa.training.inputs import find_start
 
     _check_output(options)
-    continued(options.heads)
+    find_start(options.heads)
     prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
     different = len({(p.text, p.turns, json.dumps(p.history)) for p in prompts})
     if different < 2:

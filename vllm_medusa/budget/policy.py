@@ -4,8 +4,8 @@ The heads run at the end of a step, so the max number of nodes to draft per requ
 decided one step before the number of drafts to verify. A limit of n nodes also limits the number
 of heads that run to n, since the best n nodes are no deeper than n; with 0, no heads run.
 
-`integration.scheduler` calls `limit` before drafting and `counts` for the drafts received. With
-asynchronous scheduling, where drafts are not seen, `limit` decides both.
+`integration.scheduling.scheduler` calls `limit` before drafting and `counts` for the drafts
+received. With asynchronous scheduling, where drafts are not seen, `limit` decides both.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vllm_medusa.budget.plan import Plan, Planner
 START, STOP = 1.06, 1.02  # expected speed against plain steps at which drafting begins and ends
 _PLAN_MS = 250.0  # how long a plan is reused, in step time
 _TRIAL_STEPS = 3
-_TRIAL_SHARE = 0.003  # max share of time lost to trials: measured at rest, estimated while drafting
-_MAX_SAVED = 2.0  # max savings, and debt, in trials that yield nothing in three plain steps
+_TRIAL_SHARE = 0.003  # share of time that trials may lose
+_MAX_SAVED = 2.0  # max savings, and debt, in trials of as long as plain steps that yield no token
 _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # offsets from the best size to sizes to try
 _LEARN_MS = 100.0  # interval of updates of costs and acceptance, and of decisions at rest
@@ -57,8 +57,8 @@ class AutoBudget:
     Drafting begins when a clear gain is expected, and ends when none is expected or when measured
     speed is below that of plain steps. Drafts without heads, such as copies, also pause then.
     Occasionally a few steps try an alternative (heads while drafting is off; no nodes, or another
-    number, while it is on). Trials that are expected to cost time may use a small share of it in
-    total.
+    number, while it is on). They may lose a small share of the time: what a trial is estimated to
+    lose is charged when it begins, and at rest corrected by what its steps lose.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class AutoBudget:
         self._plan: Plan | None = None
         self._now = self._planned_at = 0.0  # ms of steps
         self._trial_left, self._trial = 0, (0, 0)  # steps; limit and nodes
-        self._waited, self._saved = 0, math.nan  # steps since a trial; ms available for trials
+        self._waited, self._saved = 0, math.nan  # steps since a trial; ms for trials, NaN: unset
+        self._trial_loss = 0.0  # estimated, per step of the last trial; 0 if it was not at rest
         self._idle = 0  # steps of requests without drafts
         self._surprises = cost.surprises
         self.speed, self.speed_of_copies = MeasuredSpeed(), MeasuredSpeed()
@@ -237,8 +238,9 @@ class AutoBudget:
             self._saved = _MAX_SAVED * _TRIAL_STEPS * plain
         self._saved += _TRIAL_SHARE * min(ms, 2 * plain)
         copies = rows > requests and not self.drafting and not self._last_limit
-        if tokens and not self.drafting and (limit or (rows > requests and not copies)):
-            self._saved -= ms - plain * tokens / requests  # a trial's step
+        if tokens and self._trial_loss and (limit or (rows > requests and self._last_limit)):
+            rate = self._plan.rate_without if self._plan else requests / plain
+            self._saved += self._trial_loss - max(min(ms, 4 * plain) - tokens / rate, 0.0)
         if tokens and not self._trial_left and (self.drafting or copies):
             speed = self.speed_of_copies if copies else self.speed
             speed.add(min(ms, 4 * plain), plain * tokens / requests)
@@ -297,7 +299,7 @@ class AutoBudget:
         gain = (1.0 - full) * (plan.ratio - 1.0) - full * (plan.heads - 1.0)
         if not self.drafting:
             if 1.0 + gain > START:
-                self.drafting = True
+                self.drafting, self._trial_loss = True, 0.0
                 self.speed.restart()
         elif self.speed.failed(self._now) or 1.0 + gain <= STOP:
             self.drafting = False
@@ -317,8 +319,8 @@ class AutoBudget:
         self.turn += 1
         if not lost <= self._saved:  # also before the first step
             return
-        if self.drafting:
-            self._saved -= lost
+        self._saved -= lost
+        self._trial_loss = 0.0 if self.drafting else lost / _TRIAL_STEPS
         self.trials += 1
         self._waited = 0
         self._trial_left, self._trial = _TRIAL_STEPS, (limit, nodes)

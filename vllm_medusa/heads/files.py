@@ -161,6 +161,7 @@ def find_checkpoint(source: Source, revision: str | None = None) -> CheckpointFi
     local one has a revision.
     """
     if isinstance(source, CheckpointFiles):
+        assert revision is None
         return source
     path = Path(source).expanduser()
     if revision is not None and path.exists():

@@ -67,7 +67,7 @@ def follows_grammar(params: Any) -> bool:
 
     ``params`` are its ``SamplingParams``, or None. vLLM advances a grammar along drafts as along a
     chain, so only the first of its masks, the root's, is right for a tree;
-    `integration.grammar_drafts` computes the others.
+    `integration.scheduling.grammar_drafts` computes the others.
     """
     return params is not None and params.structured_outputs is not None
 

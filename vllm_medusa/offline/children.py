@@ -28,7 +28,8 @@ _INTERRUPTED = 130  # exit status of a process ended by SIGINT
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHOWN_LINES = 25
 _SHOWN_BYTES = 1 << 16
-_ERROR = re.compile(r"\w(Error|Exception|Refused): ")
+_CAUSE_LINES = 4
+_ERROR = re.compile(r"^(?!.*\b(INFO|WARNING)\b).*\w(Error|Exception|Refused)(: |$)")
 _STOP_SECONDS = 60
 _KINDS: tuple[type[Exception], ...] = (ValueError, OSError, JobFailed)
 _SPAWN = multiprocessing.get_context("spawn")
@@ -111,13 +112,14 @@ def run_in_process(
 
 
 def end_of(log: Path) -> str:
-    """The last lines of a log; before them its first error, of which later ones may be results."""
+    """The last lines of a log, after its first error, which is often the cause of the last."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _SHOWN_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     shown = lines[-_SHOWN_LINES:]
-    if cause := next(filter(_ERROR.search, lines[:-_SHOWN_LINES]), None):
-        shown = [cause, "...", *shown]
+    earlier = lines[:-_SHOWN_LINES]
+    if causes := [n for n, line in enumerate(earlier) if _ERROR.search(line)]:
+        shown = [*earlier[causes[0] : causes[0] + _CAUSE_LINES], "...", *shown]
     return "\n".join(shown) or "(nothing)"
 
 

@@ -35,9 +35,8 @@ def medusa_config(heads: str | None, more: Mapping[str, Any] | None = None) -> d
     """
     config: dict[str, Any] = {"method": "medusa"}
     if heads is not None:
-        from vllm_medusa.heads.eagle_checkpoint import (
-            drafter_method,  # imports torch, which is slow
-        )
+        # imports torch, which is slow
+        from vllm_medusa.heads.eagle_checkpoint import drafter_method
 
         config["model"] = heads
         if (method := drafter_method(heads, (more or {}).get("revision"))) is not None:

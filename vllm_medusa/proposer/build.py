@@ -10,7 +10,7 @@ A drafter provides one of two kinds of probabilities:
 In both cases the tree is the best N of all candidates (`DraftTrees.best`). A static tree has a
 fixed rank for every node instead (`fill_tree`). Nothing waits for a device; on the host, where
 values are available, only nodes whose children can be among the best N are expanded. How to add a
-drafter: see `integration.drafter.Drafter`.
+drafter: see `integration.drafters.drafter.Drafter`.
 
     level 0      expand(0, root)               -> K choices below the root
     level 1      expand(1, the k best of them) -> k * K choices, each below one of the k

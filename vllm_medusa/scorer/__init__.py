@@ -6,5 +6,5 @@ node order, while node i has *position* c + depth(i): siblings share a position,
 CPU blocks, `cpu` plans one step and runs each layer with a C++ kernel (`attention.cpp`); `paged`
 and `launch` are attention over the paged cache of GPUs. A node's attention mask is its row of
 `TreeBatch.ancestors` (from `tree.ancestors`) after the whole context; nodes that an EAGLE drafter
-expands get theirs from `integration.eagle_trees`.
+expands get theirs from `integration.drafters.eagle_trees`.
 """

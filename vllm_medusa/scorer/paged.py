@@ -135,7 +135,7 @@ class TreeBuffers:
 
     def level(
         self,
-        seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query attends to
+        mask: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query attends to
         depths: Tensor,  # int64 [S] or [B, S], of the scratch nodes
         cu_query_lens: Tensor,
         seq_lens: Tensor,
@@ -148,7 +148,7 @@ class TreeBuffers:
 
         The nodes are their requests' own rows; the levels above the newest one are `rows_before`.
         """
-        (count, queries, size), bits = seen.shape, pack_ancestors(seen)
+        (count, queries, size), bits = mask.shape, pack_ancestors(mask)
         self.ancestor_bits[:count, size - queries : size, : bits.shape[2]] = bits
         self.depths[:count, :size] = depths
         where, before = (cu_query_lens, seq_lens, block_table), size - queries

@@ -1,4 +1,4 @@
-"""Inputs of all methods: a target, identified by its weights, records that fit it, old heads."""
+"""Inputs of all methods: a target, identified by its weights, records that fit it, start heads."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def read_texts(
     return train, heldout
 
 
-def continued(heads: HeadOptions) -> tuple[HeadOptions, CheckpointFiles | None]:
-    """The options with the shape of the heads to continue from, and these; None: new heads.
+def find_start(heads: HeadOptions) -> tuple[HeadOptions, CheckpointFiles | None]:
+    """The options with the shape of the heads to continue from, and their files; None: new heads.
 
     Raises ValueError: they are of another kind, or another shape is requested.
     """

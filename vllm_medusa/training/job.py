@@ -27,7 +27,7 @@ from vllm_medusa.training.draft_vocab import (
 )
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.inputs import (
-    continued,
+    find_start,
     identify,
     limits_of,
     read_texts,
@@ -56,7 +56,7 @@ class Job:
     """One training run in one process.
 
     Attributes:
-        options: with the shape of ``start``.
+        options: those given, with the shape of the heads in ``start``.
         start: the heads to continue from; None: new ones.
         source: the target's folder or hub name.
         fingerprint: of its weights, see `heads.fingerprint.target_fingerprint`.
@@ -79,10 +79,10 @@ class Job:
     ) -> None:
         """Read everything except the target's weights; nothing is created.
 
-        Raises ValueError: see `continued`, `identify` and `read_texts`; some head has no labels, or
-        the target lacks one of the layers.
+        Raises ValueError: see `find_start`, `identify` and `read_texts`; some head has no labels,
+        or the target lacks one of the layers.
         """
-        heads, self.start = continued(options.heads)
+        heads, self.start = find_start(options.heads)
         self.options = options = replace(options, heads=heads)
         self.workers, self.source = workers, options.model
         self.progress, self._command = progress, command
@@ -158,7 +158,7 @@ class Job:
         )
 
     def first_heads(self, target: Target) -> MedusaHeads:
-        """The Medusa or Hydra heads to start from: new ones, or those of ``start_heads``."""
+        """The Medusa or Hydra heads to start from: new ones, or ``start``."""
         if self.start is not None:
             return medusa1.load_for(target, self.start, torch.float32)
         return medusa1.new_heads(target, self.options.heads, self.token_map(target))

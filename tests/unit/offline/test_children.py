@@ -137,10 +137,11 @@ def test_an_engine_is_killed_if_its_start_is_interrupted(monkeypatch):
 
 def test_the_end_of_a_log_begins_with_its_first_error(log):
     """vLLM's last lines only say that the engine core failed."""
-    lines = ["INFO start", "ERROR ValueError: no memory", *"abc", "RuntimeError: see above"]
-    log.write_text("\n".join([*lines[:2], *map(str, range(40)), *lines[2:]]))
+    numbers = list(map(str, range(40)))
+    cause, last = ["ERROR ValueError: no memory:", "- too little"], "RuntimeError: see above"
+    log.write_text("\n".join(["INFO no ImportError: x", *cause, *numbers, last]))
     shown = end_of(log).splitlines()
-    assert shown[:3] == ["ERROR ValueError: no memory", "...", "19"]
-    assert shown[-1] == "RuntimeError: see above"
-    log.write_text("\n".join(lines))
-    assert end_of(log).splitlines() == lines
+    assert shown[:6] == [*cause, "0", "1", "...", "16"]
+    assert shown[-1] == last
+    log.write_text("\n".join([*cause, last]))
+    assert end_of(log).splitlines() == [*cause, last]

@@ -115,18 +115,18 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         return TreeMetadata.of(common, plan, plain=plain, plain_rows=rows)
 
     def build_branches(
-        self, common: CommonAttentionMetadata, seen: Tensor, base: Tensor, depths: Tensor
+        self, common: CommonAttentionMetadata, mask: Tensor, base: Tensor, depths: Tensor
     ) -> TreeMetadata:
         """One level of a drafter's trees.
 
-        ``seen`` bool [B, queries, S], ``base`` int64 [B], ``depths`` int64 [S].
+        ``mask`` bool [B, queries, S], ``base`` int64 [B], ``depths`` int64 [S].
         """
         self._expect(with_trees=True)
 
         @functools.cache
         def plan(layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
             table = common.block_table_tensor
-            return plan_branches(seen, base, table, layout, num_heads, window, depths)
+            return plan_branches(mask, base, table, layout, num_heads, window, depths)
 
         return TreeMetadata.of(common, plan)
 

@@ -69,7 +69,7 @@ class TreeMLABuilder(MLACommonMetadataBuilder):
         rows, requests = np.diff(starts), np.arange(len(drafted))
         # A resumed request between trees, its prefix found in the cache, is a chain of them.
         ours = drafted | ((rows > 1) & (requests < np.flatnonzero(drafted)[-1]))
-        seen = [
+        mask = [
             step.tree.ancestors[request, : rows[request], : rows[request]]
             if drafted[request]
             else torch.ones(rows[request], rows[request], dtype=torch.bool).tril()
@@ -79,7 +79,7 @@ class TreeMLABuilder(MLACommonMetadataBuilder):
         plan = LatentPlan.of(
             starts[:-1][ours].tolist(),
             base[ours].tolist(),
-            seen,
+            mask,
             common.block_table_tensor[torch.from_numpy(ours)],
             self.kv_cache_spec.block_size,
         )
@@ -90,12 +90,12 @@ class TreeMLABuilder(MLACommonMetadataBuilder):
         return self._metadata(common, plan, plain, part_rows[: plain.num_decode_tokens])
 
     def build_branches(
-        self, common: CommonAttentionMetadata, seen: Tensor, base: Tensor, depths: Tensor
+        self, common: CommonAttentionMetadata, mask: Tensor, base: Tensor, depths: Tensor
     ) -> MLACommonMetadata:
         """See `cpu_attention.TreeMetadataBuilder`; there are no windows that need ``depths``."""
         starts = common.query_start_loc_cpu[:-1].tolist()
         table, size = common.block_table_tensor, self.kv_cache_spec.block_size
-        return self._metadata(common, LatentPlan.of(starts, base.tolist(), list(seen), table, size))
+        return self._metadata(common, LatentPlan.of(starts, base.tolist(), list(mask), table, size))
 
     def _build_plain(self, common: CommonAttentionMetadata) -> MLACommonMetadata:
         """Build vLLM's metadata, in which only one-token requests decode."""

@@ -82,15 +82,15 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
         return trees.add_to(plain)
 
     def build_branches(
-        self, common: CommonAttentionMetadata, seen: Tensor, base: Tensor, depths: Tensor
+        self, common: CommonAttentionMetadata, mask: Tensor, base: Tensor, depths: Tensor
     ) -> TreeMetadata:
         """One level of a drafter's trees, after the context.
 
-        ``seen`` bool [B, queries, S], ``depths`` int64 [S].
+        ``mask`` bool [B, queries, S], ``depths`` int64 [S].
         """
         plain = super().build(0, common)
         assert self._trees is not None
-        return self._trees.add_branches(plain, seen, depths)
+        return self._trees.add_branches(plain, mask, depths)
 
     def empty_batches(self, *, branches: bool = False) -> Iterator[PagedBatch]:
         """One batch without rows for each kernel of steps with trees, or of `build_branches`."""
@@ -207,13 +207,13 @@ class _Trees:
         return TreeMetadata(**vars(plain), paged=paged)
 
     def add_branches(
-        self, plain: TritonAttentionMetadata, seen: Tensor, depths: Tensor
+        self, plain: TritonAttentionMetadata, mask: Tensor, depths: Tensor
     ) -> TreeMetadata:
         """The metadata of one level of a drafter's trees; the step's trees are unchanged."""
         assert self.beam is not None and self.branches is not None
-        rows, splits = self.beam.width, self.splits(plain, len(seen), self.beam.width)
+        rows, splits = self.beam.width, self.splits(plain, len(mask), self.beam.width)
         where = plain.query_start_loc, plain.seq_lens, plain.block_table
-        paged = self.branches.level(seen, depths, *where, rows, splits, self.workspace)
+        paged = self.branches.level(mask, depths, *where, rows, splits, self.workspace)
         return TreeMetadata(**vars(plain), paged=paged)
 
     def splits(self, plain: TritonAttentionMetadata, batch: int, rows: int) -> int:

@@ -15,9 +15,9 @@ class Drafter(Protocol):
     """A drafter: Medusa or Hydra heads, an EAGLE drafter, or an MTP module.
 
     To add heads that read only the target's hidden state, add a branch to
-    `medusa_drafter.MedusaDrafter`, `proposer.steps.propose_tree` and `options._dynamic`, and a
-    step class in `proposer.steps`. For a drafter with its own KV cache, like
-    `eagle_trees.EagleTrees`, see CONTRIBUTING.md.
+    `medusa_drafter.MedusaDrafter`, `proposer.steps.propose_tree` and
+    `startup.options._dynamic`, and a step class in `proposer.steps`. For a drafter with its own KV
+    cache, like `eagle_trees.EagleTrees`, see CONTRIBUTING.md.
     """
 
     tree: TreeTensors | None  # one static tree for all requests; None: dynamic trees

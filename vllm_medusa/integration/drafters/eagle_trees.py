@@ -257,9 +257,9 @@ class EagleTrees:
             block_table_tensor=roots.block_table,
             slot_mapping=torch.where(used[:, None], slots, NO_SLOT).flatten(),
         )
-        seen = None if branches is None else (branches[0], ends, branches[1])
+        given = None if branches is None else (branches[0], ends, branches[1])
         positions = (ends[:, None] + offsets).flatten()
-        states = self._forward(common, token_ids.flatten(), positions, hidden.flatten(0, 1), seen)
+        states = self._forward(common, token_ids.flatten(), positions, hidden.flatten(0, 1), given)
         normed, hidden = (state.unflatten(0, (batch, count)) for state in states)
         return normed, hidden
 

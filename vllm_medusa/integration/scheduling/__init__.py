@@ -1,1 +1,1 @@
-"""vLLM's schedulers with draft trees, and what they ask: clocks, cost keys, grammars."""
+"""vLLM's schedulers with draft trees, and their parts: clocks, cost keys, grammars."""

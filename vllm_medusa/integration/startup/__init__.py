@@ -1,1 +1,1 @@
-"""Before the first request: engine arguments, options, checks, and step times."""
+"""Engine arguments, options, start-up checks, and step times measured at start-up."""

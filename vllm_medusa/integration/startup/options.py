@@ -135,7 +135,7 @@ def prepare(
     original: Callable[..., Any],  # the replaced method
     model_config: Any,  # the target's
     parallel_config: Any,  # the target's
-    make: MakeConfig,  # `config_of_heads` or `eagle.config_of_eagle`
+    make: MakeConfig,  # `config_of_heads` or `eagle_options.config_of_eagle`
 ) -> Any:
     """Replaces ``EngineArgs.create_speculative_config`` for trees.
 

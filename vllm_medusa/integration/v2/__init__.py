@@ -20,8 +20,8 @@ what changes because drafts are a tree instead of a *chain*:
                                                                   the walk down (sampler.launch)
       postprocess_state                 compaction                compacts the accepted path's KV
 
-With an EAGLE drafter the speculator is eagle.EagleTreeSpeculator: its prefill takes the accepted
-*path*, not all of the target's rows as in vLLM, and its levels are trees' (`eagle_trees`).
+With an EAGLE drafter the speculator is eagle_drafter.EagleTreeSpeculator: its prefill takes the
+accepted *path*, not all of the target's rows as in vLLM, and its levels are trees' (`eagle_trees`).
 
 A step, in V2's order: its own preparation puts node i into slot base + i (which is also
 right for trees with parents first), then `prepare_attn`, `prepare_inputs`, the forward pass,
