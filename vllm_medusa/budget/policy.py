@@ -240,7 +240,8 @@ class AutoBudget:
         copies = rows > requests and not self.drafting and not self._last_limit
         if tokens and self._trial_loss and (limit or (rows > requests and self._last_limit)):
             rate = self._plan.rate_without if self._plan else requests / plain
-            self._saved += self._trial_loss - max(min(ms, 4 * plain) - tokens / rate, 0.0)
+            charged = self._trial_loss if limit else 0.0  # its last step only verifies
+            self._saved += charged - max(min(ms, 4 * plain) - tokens / rate, 0.0)
         if tokens and not self._trial_left and (self.drafting or copies):
             speed = self.speed_of_copies if copies else self.speed
             speed.add(min(ms, 4 * plain), plain * tokens / requests)
