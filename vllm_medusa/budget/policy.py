@@ -26,7 +26,7 @@ START, STOP = 1.06, 1.02  # expected speed against plain steps at which drafting
 _PLAN_MS = 250.0  # how long a plan is reused, in step time
 _TRIAL_STEPS = 3
 _TRIAL_SHARE = 0.003  # share of time that trials may lose
-_MAX_SAVED = 2.0  # max savings, and debt, in trials of as long as plain steps that yield no token
+_MAX_SAVED = 2.0  # max savings and max debt, in durations of `_TRIAL_STEPS` plain steps
 _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # offsets from the best size to sizes to try
 _LEARN_MS = 100.0  # interval of updates of costs and acceptance, and of decisions at rest
@@ -239,9 +239,9 @@ class AutoBudget:
         self._saved += _TRIAL_SHARE * min(ms, 2 * plain)
         copies = rows > requests and not self.drafting and not self._last_limit
         if tokens and self._trial_loss and (limit or (rows > requests and self._last_limit)):
-            rate = self._plan.rate_without if self._plan else requests / plain
+            assert self._plan is not None
             charged = self._trial_loss if limit else 0.0  # its last step only verifies
-            self._saved += charged - max(min(ms, 4 * plain) - tokens / rate, 0.0)
+            self._saved += charged - max(min(ms, 4 * plain) - tokens / self._plan.rate_without, 0.0)
         if tokens and not self._trial_left and (self.drafting or copies):
             speed = self.speed_of_copies if copies else self.speed
             speed.add(min(ms, 4 * plain), plain * tokens / requests)

@@ -244,6 +244,22 @@ def test_a_confident_drafter_that_is_always_wrong(requests):
     assert record.speed(300) >= 0.985 * plain.speed(300)
 
 
+def test_trials_at_rest_are_charged_what_they_cost():
+    """If steps with heads take three times as long as estimated, fewer are tried."""
+
+    def trials(slow: float) -> int:
+        policy = policy_at(2.0)
+        ms = policy.cost.plain_ms(1)
+        policy.cost.observe = lambda *_: None  # type: ignore[method-assign]  # estimates stay
+        for _ in range(8000):
+            limit = policy.limit(1, 4)
+            policy.observe(1, 1, limit, ms * (slow if limit else 1.0), 1.0)
+            assert not policy.drafting
+        return policy.trials
+
+    assert 0 < trials(3.0) < 0.5 * trials(1.0)
+
+
 @pytest.mark.parametrize("wrong", [1 / 3, 3.0])
 @pytest.mark.parametrize("name", ["cpu, 1", "cpu, 4", "expensive rows, 8"])
 def test_wrong_tables_are_corrected(name, wrong):
