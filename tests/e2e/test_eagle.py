@@ -25,11 +25,11 @@ from support.eagle_runs import (
     run,
 )
 from support.eagle_steps import assert_dense, recorded_trees, torch_only
-from support.engines import complete, engine, greedy, metric
+from support.engines import complete, engine, generate, greedy, metric
 from support.models import VOCAB
 from support.planted import PlantedCopies, planted
 from support.reference import differing
-from support.spies import recorded_steps, tree_rows
+from support.spies import mean_accepted, recorded_steps, tree_rows
 from vllm import LLM
 
 from vllm_medusa.integration.attention import cpu_attention
@@ -150,6 +150,18 @@ def test_later_requests_reuse_entries_of_plain_steps(
     assert [list(c.token_ids) for c in got] == outputs
     assert sum(assert_dense(grown, case.drafter, case.model) for grown in trees) > 5
     assert metric(llm, "prefix_cache_hits") > hits
+
+
+def test_prefix_hits_are_as_long_as_without_a_drafter(case: Case, llm: LLM, plain: Any) -> None:
+    """Also where the cached block's last entry was computed with another next token."""
+    prompt = LONG[1]
+    llm.reset_prefix_cache()
+    complete(llm, [[*prompt[: 3 * BLOCK], prompt[3 * BLOCK] ^ 1]], greedy(1))
+    with planted([prompt], [list(plain[1].token_ids)], VOCAB), recorded_steps() as steps:
+        (got,) = generate(llm, [prompt], PARAMS[1])
+    assert got.num_cached_tokens == 3 * BLOCK
+    assert tuple(got.outputs[0].token_ids) == plain[1].token_ids
+    assert mean_accepted(steps) > 1
 
 
 def test_lost_steps_are_detected(case: Case, llm: LLM, plain: Any, monkeypatch: Patch) -> None:

@@ -68,6 +68,9 @@ def config_of_eagle(
     )
     maximum = max(tree.num_draft_tokens, scratch_of(beam))  # reserved cache slots
     settings = {"method": method, "num_speculative_tokens": maximum}
+    # Else each prefix hit is one block shorter than plain vLLM's. The block's last entry depends on
+    # the token after it: it is another's if texts differ right there, which affects drafts only.
+    settings["disable_eagle_block_drop"] = True
     settings |= {} if config.model is None else {"model": config.model}  # None: the target
     if on_v2:  # full CUDA graphs for steps without drafts too, see `config_of_heads`
         if parallel_config.data_parallel_size == 1:
