@@ -145,17 +145,16 @@ class AutoBudget:
         self._decide(plan, full)
         if not self.drafting:
             self._idle += requests
+        if not self._trial_left:
+            self._waited += 1
+            changed = self._surprises != self.cost.surprises
+            if changed:
+                self._surprises, self.turn, self._saved = self.cost.surprises, 0, math.inf
+            if changed or self._waited >= _WAIT:
+                self._begin_trial(plan)
         if self._trial_left:
             self._trial_left -= 1
-            return min(self._trial[0], self.max_drafts)
-        self._waited += 1
-        if self._waited >= _WAIT or self._surprises != self.cost.surprises:
-            if self._surprises != self.cost.surprises:
-                self._surprises, self.turn, self._saved = self.cost.surprises, 0, math.inf
-            self._begin_trial(plan)
-            if self._trial_left:
-                self._trial_left -= 1
-                return self._trial[0]
+            return self._trial[0]
         if self.drafting:
             return plan.limit
         self._at_rest = requests, room
