@@ -106,13 +106,13 @@ def join(trees: DraftTrees, chain: Array, log_survival: Array, levels: int) -> D
     every, places = np.arange(batch), np.arange(size)
     at = shared = np.zeros(batch, np.int64)  # the last shared node, and the number of shared nodes
     for level in range(min(levels, size)):
-        surer = log_survival[:, level]
+        value = log_survival[:, level]
         same = (parents == at[:, None]) & (tokens == chain[:, level, None]) & np.isfinite(values)
-        follows = (shared == level) & same.any(1) & np.isfinite(surer)
+        follows = (shared == level) & same.any(1) & np.isfinite(value)
         if not follows.any():
             break
         at = np.where(follows, same.argmax(1), at)
-        values[every, at] = np.maximum(values[every, at], np.where(follows, surer, -np.inf))
+        values[every, at] = np.maximum(values[every, at], np.where(follows, value, -np.inf))
         source[every, at] = np.where(follows, FROM_BOTH, source[every, at])
         shared = shared + follows
     own = np.where(places < shared[:, None], -np.inf, log_survival).astype(np.float32)

@@ -64,7 +64,7 @@ class TreeTensors:
         """Log-survival of every node: float32 [B, <= D, width], all <= 0, -> float32 [B, N].
 
         Terms are added from the root down, so that a child is never above its parent, not even by
-        rounding. -inf: a choice that can't be right, or one deeper than the confidences.
+        rounding. -inf: a choice that can't be accepted, or one deeper than the confidences.
         """
         depth = log_confidence.shape[1]
         flat = torch.nn.functional.pad(log_confidence.flatten(1), (0, 1))  # a 0 at index -1
