@@ -7,6 +7,7 @@ requests, W the number of 64-bit words of an ancestor row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,11 +147,10 @@ class TreeBatch:
 
     def select(self, requests: Tensor) -> TreeBatch:
         """The trees of ``requests`` (int64 [Q]) as a separate batch, still N wide."""
-        *tensors, max_depth = vars(self).values()
-        return TreeBatch(*(tensor[requests] for tensor in tensors), max_depth)
+        return replace(self, **{name: part[requests] for name, part in self._tensors().items()})
 
     def with_trees(self, requests: Tensor, parents: Tensor, num_nodes: Tensor) -> TreeBatch:
-        """The same batch with other trees for some requests; `max_depth` must also bound theirs.
+        """The same batch with other trees for some requests; `max_depth` is kept.
 
         Args:
             requests: int64 [Q].
@@ -158,10 +158,12 @@ class TreeBatch:
             num_nodes: integer [Q].
 
         """
-        *new, _ = vars(TreeBatch.from_parents(parents, num_nodes, self.max_nodes)).values()
-        *tensors, max_depth = vars(self).values()
-        pairs = zip(tensors, new, strict=True)
-        return TreeBatch(*(old.index_copy(0, requests, part) for old, part in pairs), max_depth)
+        new = TreeBatch.from_parents(parents, num_nodes, self.max_nodes)._tensors()
+        own = self._tensors()
+        return replace(self, **{key: own[key].index_copy(0, requests, new[key]) for key in own})
+
+    def _tensors(self) -> dict[str, Any]:
+        return {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
 
     @property
     def batch_size(self) -> int:
