@@ -227,8 +227,7 @@ def _hub(name: str, revision: str | None, **options: Any) -> Fetch:
     from huggingface_hub import snapshot_download
 
     def fetch(names: list[str] | None) -> Path:
-        found = snapshot_download(name, revision=revision, allow_patterns=names, **options)
-        return Path(found)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=names, **options))
 
     return fetch
 
