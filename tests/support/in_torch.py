@@ -9,7 +9,7 @@ from vllm_medusa.kv import accepted_moves, copy_slots
 from vllm_medusa.kv.kernel import LayerCaches
 from vllm_medusa.sampler import Path, typical
 from vllm_medusa.scorer.paged import FP8_DTYPES, PagedBatch
-from vllm_medusa.tree.ancestors import unpack_ancestors
+from vllm_medusa.tree.ancestors import WORD_BITS
 from vllm_medusa.tree.batch import TreeBatch
 
 
@@ -84,6 +84,12 @@ def paged_tree_attention_torch(
         result = attention_reference(query[rows], keys, values, seen, scale, softcap, sinks)
         out[rows] = result.to(out.dtype)
     return out
+
+
+def unpack_ancestors(bits: Tensor, num_nodes: int) -> Tensor:
+    """Undo `pack_ancestors`: int64 [..., N, W] -> bool [..., N, num_nodes]."""
+    spread = (bits.unsqueeze(-1) >> torch.arange(WORD_BITS, device=bits.device)) & 1
+    return spread.flatten(-2)[..., :num_nodes].to(torch.bool)
 
 
 def _own_rows(batch: PagedBatch, b: int, n: int) -> tuple[Tensor, Tensor]:

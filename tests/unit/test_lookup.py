@@ -12,8 +12,8 @@ from vllm_medusa.lookup import lookup as lookup_module
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.search import (
     MAX_MATCH,
-    continuations_numpy,
-    join_numpy,
+    continuations,
+    join,
     longest_match,
 )
 from vllm_medusa.tree.draft_trees import FROM_BOTH, FROM_LOOKUP, DraftTrees
@@ -61,7 +61,7 @@ def test_matches_of_one_repeated_token() -> None:
 
 def test_a_continuation_repeats_at_the_end_of_the_text() -> None:
     texts, lengths = table([[7, 1, 2, 3, 1, 2], [0] * 300])
-    matched, found = continuations_numpy(texts, np.arange(2), lengths, 7)
+    matched, found = continuations(texts, np.arange(2), lengths, 7)
     assert matched.tolist() == [2, MAX_MATCH]
     assert found[0].tolist() == [3, 1, 2, 3, 1, 2, 3] and not found[1].any()
 
@@ -96,7 +96,7 @@ def test_both_are_one_tree(seed: int) -> None:
     if seed % 2:  # it follows the tree initially
         chain[:2] = max(paths(tree), key=lambda path: (len(path) >= 2, len(path)))[:2]
     survival = rng.choice([0.0, -0.25, -0.5], 9).cumsum().astype(np.float32)
-    both = join_numpy(tree, chain[None], survival[None], 9)
+    both = join(tree, chain[None], survival[None], 9)
     expected = paths(tree)
     for depth, value in enumerate(survival.tolist(), 1):
         path = tuple(chain[:depth].tolist())
@@ -110,7 +110,7 @@ def test_both_are_one_tree(seed: int) -> None:
     assert [path for path, source in named if source] == copied
     assert not {path for path, source in named if source == FROM_LOOKUP} & set(paths(tree))
     assert seed % 2 == 0 or FROM_BOTH in both.source
-    cut = join_numpy(tree.prefix(12), chain[None], survival[None], 9).prefix(6)
+    cut = join(tree.prefix(12), chain[None], survival[None], 9).prefix(6)
     assert list(paths(cut)) == list(paths(both))[:6]
     assert torch.equal(cut.parents, both.parents[:, :6])
 
@@ -169,11 +169,11 @@ def test_the_device_equals_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def find(texts: Any, rows: Any, lengths: Any, count: int) -> tuple[Any, ...]:
         arrays = (np.asarray(each) for each in (texts, rows, lengths))
-        found = continuations_numpy(*arrays, count)
+        found = continuations(*arrays, count)
         return found if isinstance(texts, np.ndarray) else tuple(map(torch.from_numpy, found))
 
     def joined(trees: DraftTrees, chain: Any, survival: Any, levels: int) -> DraftTrees:
-        return join_numpy(trees, np.asarray(chain), np.asarray(survival), levels)
+        return join(trees, np.asarray(chain), np.asarray(survival), levels)
 
     monkeypatch.setattr(lookup_module, "continuations", find)
     monkeypatch.setattr(lookup_module, "join", joined)

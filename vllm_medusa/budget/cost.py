@@ -119,7 +119,7 @@ class StepCost:
     def __init__(self, max_rows: int = 1024) -> None:
         self.max_rows = max_rows
         self.steps = 0  # observed
-        self.surprises = 0  # changes of the machine detected
+        self.surprises = 0  # number of changes of the machine that were detected
         self._plain, self._trees, self._heads, self._limits = self._curves = (
             _Curve(max_rows, 1.0),
             _Curve(max_rows, 0.05),
@@ -151,7 +151,7 @@ class StepCost:
     def observe(self, rows: int, requests: int, limit: int, ms: float) -> float | None:
         """Update from a step; return its expected milliseconds.
 
-        None if it was not used, for lack of requests or time.
+        None if it was not used: no requests, or no valid time.
         """
         if not (0 < ms < math.inf and 0 < requests <= rows):
             return None

@@ -41,8 +41,8 @@ class Drafted:
     """Drafts of a request.
 
     Attributes:
-        survival: of each draft, best first.
-        kind: of the request, below `KINDS`.
+        survival: survival of each draft, best first.
+        kind: kind of the request, below `KINDS`.
         limit: max nodes that heads could draft for it; None: no limit.
         copied: for each draft, nonzero if it needed no head; None: no lookup was done.
 
@@ -75,10 +75,10 @@ class ExpectedAcceptance:
         for _ in range(_PRIOR_STEPS):
             self._count_nodes(first, ranges, np.array([1.0] * _COPIED + [0.0]))
 
-    def believed(self, draft: Drafted) -> list[float]:
-        """Survivals of a request's drafts; all but those of copies, which are measured, corrected.
+    def corrected(self, draft: Drafted) -> list[float]:
+        """Survivals of a request's drafts, multiplied by the ratio of its kind; NaN becomes 0.
 
-        NaN is 0.
+        Those of copies are measured, so they are not corrected.
         """
         ratio = float(self.ratio[draft.kind])
         if draft.copied is None:
@@ -91,7 +91,7 @@ class ExpectedAcceptance:
     ) -> None:
         """Update from a step.
 
-        Plain Python: a step has few drafts, which arrays take longer for.
+        In plain Python, because a step has few drafts, for which arrays are slower.
 
         Args:
             drafts: [B] of the requests, verified or not.
@@ -110,7 +110,7 @@ class ExpectedAcceptance:
                 requests[each] += 1.0
             requests[_COPIED] += draft.copied is not None
             rank, copied = 0, draft.copied or ()
-            for place, value in enumerate(self.believed(draft)):
+            for place, value in enumerate(self.corrected(draft)):
                 if copied and copied[place]:
                     worth.append(value)
                     ranges.append(_COPIED)
@@ -182,7 +182,7 @@ class ExpectedAcceptance:
         )
 
     def even_gain(self, limit: int | None) -> float:
-        """The same if every request has its own best ``limit`` nodes."""
+        """Accepted tokens per request if each request's best ``limit`` nodes are verified."""
         covered = range(_num_ranges(limit))
         return float((self._worth[covered].sum(1) / self._steps[covered].clip(1e-9)).sum())
 

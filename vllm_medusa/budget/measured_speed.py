@@ -1,18 +1,18 @@
-"""Whether drafts pay off by the clock, whatever their costs and acceptance promise."""
+"""Whether drafts pay off in measured time, independent of estimated costs and acceptance."""
 
 from __future__ import annotations
 
 _STEPS, _MIN_SPEED = 128, 0.97  # window, and speed below which drafting stops
-_PAUSE_MS = (4e3, 60e3)  # after drafts proved slower, doubling
+_PAUSE_MS = (4e3, 60e3)  # pause after drafts proved slower: first, and at most; it doubles
 
 
 class MeasuredSpeed:
     """Speed of recent steps with drafts relative to plain ones, and the pause if it is too low.
 
     Attributes:
-        steps: measured.
-        paused_until: ms of all steps; drafts pause before.
-        failed_ratio: the speed that led to the last pause.
+        steps: number of steps measured.
+        paused_until: end of the pause, in ms of all steps so far.
+        failed_ratio: speed that led to the last pause.
 
     """
 
@@ -33,7 +33,7 @@ class MeasuredSpeed:
         self.steps += 1
 
     def failed(self, now: float) -> bool:
-        """Whether drafts proved slower, whatever was expected; a pause then begins."""
+        """Whether drafts proved slower than plain steps; a pause then begins."""
         failed = self.steps > _STEPS / 2 and self._plain < _MIN_SPEED * self._took
         if failed:
             self.paused_until, self.failed_ratio = now + self._pause, self._plain / self._took

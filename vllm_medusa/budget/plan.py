@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vllm_medusa.budget.cost import Floats, StepCost
 from vllm_medusa.budget.expected_acceptance import RANGE_ENDS, ExpectedAcceptance
 
-FORCED_PAY = 1.5  # min expected speed for drafts without heads, whose search takes time
+FORCED_PAY = 1.5  # min expected speed with drafts without heads for which searching them pays off
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Plan:
     """Expected values for a batch with and without heads.
 
     Attributes:
-        requests: of the batch.
-        room: max draft nodes.
+        requests: number of requests in the batch.
+        room: max draft nodes of the step.
         limit: the best limit with heads, above 0; 0: no room for drafts.
         ratio: speed with heads relative to the best without.
         rate: tokens per millisecond with heads.
@@ -47,7 +47,7 @@ class Planner:
     """Compares the alternatives for a batch by step costs and acceptance.
 
     Attributes:
-        limits: those to choose from, if drafts have heads or every request gets the same number.
+        limits: limits to choose from; empty if there are no heads and limits may differ by request.
 
     """
 

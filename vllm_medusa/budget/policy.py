@@ -29,7 +29,7 @@ _TRIAL_SHARE = 0.003  # share of time that trials may lose
 _MAX_SAVED = 2.0  # max savings and max debt, in durations of `_TRIAL_STEPS` plain steps
 _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # offsets from the best size to sizes to try
-_LEARN_MS = 100.0  # interval of updates of costs and acceptance, and of decisions at rest
+_LEARN_MS = 100.0  # min interval of updates, and of decisions while drafting is off
 _LEARN_STEPS = 64  # steps after start-up or a change, all used for updates
 _PROMPT_KEEP = 0.9  # decay of the time of a prompt's rows, per step with a prefill
 
@@ -41,7 +41,7 @@ class FixedBudget:
         self.max_drafts = max_drafts
 
     def limit(self, requests: int, room: int, full: float = 0.0) -> int:
-        """The maximum."""
+        """The max number of drafts per request."""
         return self.max_drafts
 
     def counts(
@@ -57,8 +57,8 @@ class AutoBudget:
     Drafting begins when a clear gain is expected, and ends when none is expected or when measured
     speed is below that of plain steps. Drafts without heads, such as copies, also pause then.
     Occasionally a few steps try an alternative (heads while drafting is off; no nodes, or another
-    number, while it is on). They may lose a small share of the time: what a trial is estimated to
-    lose is charged when it begins, and at rest corrected by what its steps lose.
+    number, while it is on). They may lose a small share of the time: the estimated loss of a trial
+    is charged when it begins, and, while drafting is off, corrected by the loss of its steps.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class AutoBudget:
         self.limits = self.planner.limits
         self.drafting = False
         self.trials = 0
-        self.turn = 0  # of the alternatives, to try them in turn
+        self.turn = 0  # counts trials, to try the alternatives in turn
         self._plan: Plan | None = None
         self._now = self._planned_at = 0.0  # ms of steps
         self._trial_left, self._trial = 0, (0, 0)  # steps; limit and nodes
         self._waited, self._saved = 0, math.nan  # steps since a trial; ms for trials, NaN: unset
-        self._trial_loss = 0.0  # estimated, per step of the last trial; 0 if it was not at rest
+        self._trial_loss = 0.0  # estimated, per step of the last trial; 0 if drafting was on
         self._idle = 0  # steps of requests without drafts
         self._surprises = cost.surprises
         self.speed, self.speed_of_copies = MeasuredSpeed(), MeasuredSpeed()
@@ -145,17 +145,16 @@ class AutoBudget:
         self._decide(plan, full)
         if not self.drafting:
             self._idle += requests
+        if not self._trial_left:
+            self._waited += 1
+            changed = self._surprises != self.cost.surprises
+            if changed:
+                self._surprises, self.turn, self._saved = self.cost.surprises, 0, math.inf
+            if changed or self._waited >= _WAIT:
+                self._begin_trial(plan)
         if self._trial_left:
             self._trial_left -= 1
-            return min(self._trial[0], self.max_drafts)
-        self._waited += 1
-        if self._waited >= _WAIT or self._surprises != self.cost.surprises:
-            if self._surprises != self.cost.surprises:
-                self._surprises, self.turn, self._saved = self.cost.surprises, 0, math.inf
-            self._begin_trial(plan)
-            if self._trial_left:
-                self._trial_left -= 1
-                return self._trial[0]
+            return self._trial[0]
         if self.drafting:
             return plan.limit
         self._at_rest = requests, room
@@ -165,9 +164,9 @@ class AutoBudget:
         self, drafts: Sequence[Drafted], requests: int, room: int, *, prefill: bool = False
     ) -> list[int]:
         """How many of each request's drafts to verify: those whose gain exceeds their cost."""
-        believed = [self.acceptance.believed(draft) for draft in drafts]
-        gain = itertools.accumulate(sorted(itertools.chain.from_iterable(believed), reverse=True))
-        return best(believed, self.total(list(gain), requests, room, prefill=prefill))
+        values = [self.acceptance.corrected(draft) for draft in drafts]
+        gain = itertools.accumulate(sorted(itertools.chain.from_iterable(values), reverse=True))
+        return best(values, self.total(list(gain), requests, room, prefill=prefill))
 
     def total(self, gain: list[float], requests: int, room: int, *, prefill: bool = False) -> int:
         """Total nodes to verify, from the gain [K] of the best 1, 2, .. of them.
@@ -269,8 +268,8 @@ class AutoBudget:
     ) -> None:
         """Record a step's accepted drafts, see `ExpectedAcceptance.observe`.
 
-        After the first `_LEARN_STEPS`, at most once per `_LEARN_MS`: it takes time. Trials are
-        always recorded, and copies, as their absence is (`ExpectedAcceptance.no_copies`).
+        After the first `_LEARN_STEPS` at most once per `_LEARN_MS`, to save time. Trials and copies
+        are always recorded, as is the absence of copies (`ExpectedAcceptance.no_copies`).
         """
         if (
             self._trial_left
@@ -329,11 +328,11 @@ class AutoBudget:
         self._idle = 0
 
     def _alternative(self, plan: Plan) -> tuple[int, int, float, float]:
-        """The alternative from `Plan.arms`: every other time nothing, else a limit or node count.
+        """The alternative from `Plan.arms`: every other time no drafts, else a limit or node count.
 
-        Plain steps are tried that often because they are what drafting is compared with: if only
-        steps with drafts become slower, this looks like a slower machine until one ran. Numbers of
-        nodes are tried next to the best one, since distant ones tell little about it.
+        Plain steps are tried that often because drafting is compared with them: if only steps with
+        drafts become slower, this looks like a slower machine until a plain step has run. Node
+        counts are tried next to the best one, since distant ones say little about it.
         """
         turn = self.turn
         if self.drafting:

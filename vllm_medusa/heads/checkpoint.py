@@ -154,14 +154,13 @@ def peek_heads(source: Source, *, revision: str | None = None) -> HeadsInfo:
         # vLLM stores the shared LM head as head 0's, with this flag
         names |= {slot._replace(head=None): names.pop(slot) for slot in lm_heads}
     num_heads = 1 + max(heads)
+    if num_heads == 1:
+        names |= {s._replace(head=0): names.pop(s) for s in [*names] if s.head is None}
     num_layers = 1 + max((slot.layer for slot in names if slot.part == "layer"), default=-1)
     stored = files.specs(names.values())
     specs = {slot: stored[name] for slot, name in names.items()}
     wanted = _empty_heads(specs, spelling == "hydra", num_heads, num_layers)
     shapes = {slot: tuple(t.shape) for slot, t in _tensors(wanted).items()}
-    if Slot("lm_head", None) in names and num_heads == 1:
-        names |= {s._replace(head=0): names.pop(s) for s in [*names] if s.head is None}
-        specs = {slot: stored[name] for slot, name in names.items()}
     if TOKEN_MAP in specs:
         shapes[TOKEN_MAP] = specs[TOKEN_MAP].shape[:1]
     missing = [prefix + name_of(s, spelling, num_layers) for s in shapes if s not in names]

@@ -22,11 +22,10 @@ MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # weight [O, I], bias [O
 class Packed:
     """Common parts of all heads. Only the output of ``make`` stays in memory."""
 
-    def __init__(self, heads: MedusaHeads, make: MakeLinear, rows: slice | None = None) -> None:
-        """Pack ``heads`` with ``make``; ``rows`` keeps a part of the vocabulary of stored LM heads.
+    def __init__(self, heads: MedusaHeads, make: MakeLinear) -> None:
+        """Pack ``heads`` with ``make``.
 
-        With ``rows`` their logits have len(rows) columns, those of a tensor-parallel rank. Heads
-        for some of the target's tokens must hold its rows (`MedusaHeads.store_lm_head`).
+        Heads with a token map must store an LM head (`MedusaHeads.store_lm_head`).
         """
         assert heads.token_map is None or not heads.shared_lm_head
         self.num_heads = heads.num_heads
@@ -40,12 +39,7 @@ class Packed:
             self._layers.append(_per_head(make, block.weight, block.bias))
         self._lm_heads: list[Linear] = []
         if heads.lm_head_weight is not None:
-            weight = heads.lm_head_weight.detach()
-            bias: Tensor | None = heads.lm_head_bias
-            if rows is not None:  # copied, so that the other rows are freed
-                weight = weight[:, rows].clone()
-                bias = None if bias is None else bias[:, rows].clone()
-            self._lm_heads = _per_head(make, weight, bias)
+            self._lm_heads = _per_head(make, heads.lm_head_weight, heads.lm_head_bias)
 
     def compute_logits(self, x: Tensor, lm_head: LMHead | None = None, first: int = 0) -> Tensor:
         """Logits over the draft vocabulary: [B, K, H] of the heads from ``first`` -> [B, K, V].

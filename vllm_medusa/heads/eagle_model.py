@@ -25,7 +25,7 @@ from vllm_medusa.heads.eagle_checkpoint import default_layers
 from vllm_medusa.heads.eagle_tensors import LAYER_IDS, rope_of
 from vllm_medusa.heads.model import HeadsError
 
-_WIDTH_OF_HEAD = 64  # default if not in the target's config
+_HEAD_DIM = 64  # default if not in the target's config
 OPTIONS = ("fc_norm", "norm_output", "norm_before_residual")  # of `EagleShape`, False in EAGLE-3
 _LANES = 16  # number of added channels, so that SIMD vectors stay whole
 
@@ -56,9 +56,7 @@ class EagleShape:
 
         ``config`` may also be a drafter's own.
         """
-        heads = getattr(config, "num_attention_heads", None) or max(
-            1, hidden_size // _WIDTH_OF_HEAD
-        )
+        heads = getattr(config, "num_attention_heads", None) or max(1, hidden_size // _HEAD_DIM)
         dim = getattr(config, "head_dim", None) or hidden_size // heads
         return cls(
             hidden_size=hidden_size,
@@ -99,10 +97,8 @@ def choose_layers(given: Sequence[int], num_layers: int) -> tuple[int, ...]:
     Raises HeadsError: not three distinct layers of the target.
     """
     usual = default_layers(num_layers)
-    if given:
-        layers = tuple(sorted(given))
-    elif len(set(usual)) == 3 and min(usual) > 0:
-        layers = tuple(sorted(usual))
+    if given or (len(set(usual)) == 3 and min(usual) > 0):
+        layers = tuple(sorted(given or usual))
     elif num_layers >= 4:
         layers = (num_layers // 4, num_layers // 2, 3 * num_layers // 4)
     else:
@@ -218,11 +214,9 @@ class EagleDrafter(nn.Module):
         """Normed states [B, L, K, H] of every row's chain."""
         assert self.embedding is not None, "bind the target's embedding"
         layer, (_, length, steps) = self.midlayer, path.shape
-        rows = torch.arange(length, device=features.device)
         if isinstance(first, Tensor):
-            rows = rows + first[:, None, None]  # [B, 1, L], broadcast over heads
-        else:
-            rows = rows + first
+            first = first[:, None, None]  # [B, 1, 1], broadcast over heads
+        rows = torch.arange(length, device=features.device) + first
         if self.fc_norm:
             parts = zip(self.fc_norm, features.split(self.shape.hidden_size, -1), strict=True)
             features = torch.cat([norm(part) for norm, part in parts], -1)

@@ -10,7 +10,7 @@ To add a layout, add its architecture to `_MODULES` and its tensors to `Layout.t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.heads.model import HeadsError
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-MIN_WINDOW = 64  # tokens of plain steps wait in the window for the drafter, at most 32
+MIN_WINDOW = 64  # at most 32 tokens of plain steps, not yet read by the drafter, use the window
 P_EAGLE = "P-EAGLE"
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # keys that vLLM reads, in its order
 _COUNTS = (
@@ -44,7 +44,7 @@ _MODULES = {  # architecture, by vLLM's rules -> the layer's kind
     "PeagleLlamaForCausalLM": "llama",
     "PeagleQwen3ForCausalLM": "qwen3",
 }
-_REMEDIES = {  # part of a surplus tensor's name ("$": its end) -> what to do
+_REMEDIES = {  # part of an unexpected tensor's name ("$": its end) -> what to do
     "fc_norm.": 'If it was trained with these norms, set "fc_norm": true at the top level of its '
     "config.json",
     "input_norm.": 'If it was trained with this norm, set "norm_before_fc": true at the top level '
@@ -68,7 +68,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a drafter's config says, read as vLLM does."""
+    """The architecture and sizes of a drafter, read from its config as vLLM does."""
 
     names: Mapping[str, str]  # vLLM's -> stored
     shapes: Mapping[str, tuple[int, ...]]  # by vLLM's names
@@ -271,8 +271,8 @@ class Layout:
         rope = rope_of(self.config)
         if parts := [key for key, value in rope.items() if isinstance(value, Mapping)]:
             yield (
-                f"its rope_parameters are of types of layers ({', '.join(parts)}), which vLLM's "
-                "module does not read. Put those of its layers' type directly into rope_parameters"
+                f"its rope_parameters are nested by layer type ({', '.join(parts)}), which vLLM's "
+                "module does not read. Put those of its layers directly into rope_parameters"
             )
         elif rope["rope_type"] not in _ROPE_TYPES:
             yield (
@@ -281,8 +281,8 @@ class Layout:
             )
         if self.norm_before_fc and self.fc_norm:
             yield (
-                "its config has both norm_before_fc and fc_norm, which exclude each other. Keep "
-                "the one that it was trained with"
+                "its config has both norm_before_fc and fc_norm, which are mutually exclusive. "
+                "Keep the one that it was trained with"
             )
         if self.window is not None and self.window < MIN_WINDOW:
             yield f"it has a sliding window of {self.window}; trees need at least {MIN_WINDOW}"
@@ -295,7 +295,7 @@ class Layout:
             )
 
     def problems(self) -> Iterator[str]:
-        """Tensors that are absent, surplus or of another shape, each with a remedy."""
+        """Tensors that are missing, unexpected or of another shape, each with a remedy."""
         if self.module is None:
             return
         expected = self.tensors()
@@ -315,8 +315,8 @@ class Layout:
                     )
                 yield (
                     f'it has no "{name}" {_shown(shape)}, which its config requires; vLLM would '
-                    "use initial values. The checkpoint is incomplete, or its config.json is "
-                    f"another's: {remedy}"
+                    "use initial values. The checkpoint is incomplete, or its config.json belongs "
+                    f"to another one: {remedy}"
                 )
             elif found is not None and not _matches(found, shape):
                 yield (
@@ -335,26 +335,28 @@ class Layout:
 def _check_types(label: str, flat: Mapping[str, Any], architectures: Any) -> None:
     """Refuse values in a config whose type would raise an error later, or be misread."""
     config = {**flat, "architectures": architectures}
-    for key in ("architectures", *_COUNTS, *_LISTS, *_ROPE_KEYS):
-        value = config.get(key)
-        if value is None and (key not in config or key not in _ALWAYS):
-            continue
-        if key in _COUNTS and not (type(value) is int and value > 0):
-            wanted = "a positive integer"
-        elif key in _ROPE_KEYS and not isinstance(value, Mapping):
-            wanted = "an object"
-        elif key == "architectures" and not (
-            isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
-        ):
-            wanted = "a list of names"
-        elif key in _LISTS and not isinstance(value, list | tuple):
-            wanted = "a list"
-        else:
-            continue
-        raise HeadsError(
-            f"{label}: its config.json has {key} = {value!r}; it must be {wanted}. Correct it, or "
-            "get the file from its source again"
-        )
+
+    def is_list(value: Any) -> bool:
+        return isinstance(value, list | tuple)
+
+    rules: dict[str, tuple[Sequence[str], Callable[[Any], bool]]] = {
+        "a positive integer": (_COUNTS, lambda value: type(value) is int and value > 0),
+        "a list": (_LISTS, is_list),
+        "an object": (_ROPE_KEYS, lambda value: isinstance(value, Mapping)),
+        "a list of names": (
+            ["architectures"],
+            lambda value: is_list(value) and all(isinstance(each, str) for each in value),
+        ),
+    }
+    for wanted, (keys, is_valid) in rules.items():
+        for key in keys:
+            value = config.get(key)
+            allowed = value is None and (key not in config or key not in _ALWAYS)
+            if not allowed and not is_valid(value):
+                raise HeadsError(
+                    f"{label}: its config.json has {key} = {value!r}; it must be {wanted}. Correct "
+                    "it, or get the file from its source again"
+                )
 
 
 def bare_names(files: CheckpointFiles) -> dict[str, str]:

@@ -49,7 +49,7 @@ DTYPES = {  # names in safetensors
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-# File names (None: all) -> a folder that contains those that exist.
+# File names (None: all) -> the folder that contains those of them that exist.
 Fetch = Callable[[list[str] | None], Path]
 Progress = Callable[[int, int], None]  # bytes read, total bytes
 
@@ -227,31 +227,25 @@ def _hub(name: str, revision: str | None, **options: Any) -> Fetch:
     from huggingface_hub import snapshot_download
 
     def fetch(names: list[str] | None) -> Path:
-        found = snapshot_download(name, revision=revision, allow_patterns=names, **options)
-        return Path(found)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=names, **options))
 
     return fetch
 
 
 def _from_folder(fetch: Fetch, label: str) -> CheckpointFiles:
-    failure: Exception | None = None
-    folder: Path | None = None
     for candidate in (*HEADS_FILES, *MODEL_FILES):
         try:
             folder = fetch(["config.json", candidate])
-        except (OSError, ValueError) as error:  # what huggingface_hub raises, offline or not
-            failure = error
-            break
+        except (OSError, ValueError) as error:  # raised by huggingface_hub, offline or not
+            reason = " ".join(str(error).split())
+            raise HeadsError(
+                f"heads {label!r}: not a local folder, and the hub download failed "
+                f"({type(error).__name__}: {reason}). Check the name and the connection, or "
+                "download the heads or drafter and pass the folder"
+            ) from error
         if (folder / candidate).is_file():
             return _from_file(folder / candidate, fetch, label)
-    if failure is not None:
-        reason = " ".join(str(failure).split())
-        raise HeadsError(
-            f"heads {label!r}: not a local folder, and the hub download failed "
-            f"({type(failure).__name__}: {reason}). Check the name and the connection, or download "
-            "the heads or drafter and pass the folder"
-        ) from failure
-    present = sorted(entry.name for entry in folder.iterdir()) if folder else []
+    present = sorted(entry.name for entry in folder.iterdir())
     raise HeadsError(
         f"heads {label!r}: none of {', '.join((*HEADS_FILES, *MODEL_FILES))} exists; it "
         f"holds {', '.join(present[:8]) or 'no files'}. Pass the heads' folder or the file itself"

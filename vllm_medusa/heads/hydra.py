@@ -105,8 +105,8 @@ class HydraHeads(MedusaHeads):
 class PackedHydra(Packed):
     """Packed `HydraHeads.level`."""
 
-    def __init__(self, heads: HydraHeads, make: MakeLinear, rows: slice | None = None) -> None:
-        super().__init__(heads, make, rows)
+    def __init__(self, heads: HydraHeads, make: MakeLinear) -> None:
+        super().__init__(heads, make)
         self._first: list[Linear] = []  # skip and layer in one product
         for first in heads.inputs:
             assert isinstance(first, HydraInput)

@@ -36,16 +36,14 @@ class ResBlock(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        bias: bool = True,
-        num_heads: int = 1,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        bias: bool,
+        num_heads: int,
+        **where: Any,  # device and dtype
     ) -> None:
         super().__init__()
         shape = (num_heads, hidden_size)
-        self.weight = nn.Parameter(torch.zeros(*shape, hidden_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype)) if bias else None
+        self.weight = nn.Parameter(torch.zeros(*shape, hidden_size, **where))
+        self.bias = nn.Parameter(torch.zeros(shape, **where)) if bias else None
 
     def forward(self, x: Tensor, num_heads: int | None = None) -> Tensor:
         """Apply the first ``num_heads`` heads: x [B, H] (shared) or [B, K, H] -> [B, K, H]."""

@@ -126,12 +126,12 @@ def search_kernel(
 
 @triton.jit(
     do_not_specialize=(
-        *("tokens_b", "parents_b", "values_b", "by_b", "chain_b", "surer_b"),
+        *("tokens_b", "parents_b", "values_b", "source_b", "chain_b", "survival_b"),
         *("nodes", "size", "levels"),
     ),
     do_not_specialize_on_alignment=(
-        *("tokens_ptr", "parents_ptr", "values_ptr", "by_ptr", "chain_ptr", "surer_ptr"),
-        *("scratch_ptr", "tokens_out", "parents_out", "values_out", "by_out"),
+        *("tokens_ptr", "parents_ptr", "values_ptr", "source_ptr", "chain_ptr", "survival_ptr"),
+        *("scratch_ptr", "tokens_out", "parents_out", "values_out", "source_out"),
     ),
 )
 def join_kernel(
@@ -141,17 +141,17 @@ def join_kernel(
     parents_b,
     values_ptr,  # float32 [B, N]
     values_b,
-    by_ptr,  # int64 [B, N]
-    by_b,
+    source_ptr,  # int64 [B, N]
+    source_b,
     chain_ptr,  # int64 [B, D]
     chain_b,
-    surer_ptr,  # float32 [B, D], log-survivals of the chain
-    surer_b,
+    survival_ptr,  # float32 [B, D], log-survivals of the chain
+    survival_b,
     scratch_ptr,  # float32 [B, BLOCK]
     tokens_out,  # [B, N] each
     parents_out,
     values_out,
-    by_out,
+    source_out,
     nodes,  # N
     size,  # D
     levels,
@@ -162,7 +162,7 @@ def join_kernel(
     tokens_ptr += request * tokens_b
     parents_ptr += request * parents_b
     chain_ptr += request * chain_b
-    surer_ptr += request * surer_b
+    survival_ptr += request * survival_b
     index = tl.arange(0, BLOCK)  # tree nodes, then chain nodes
     place = index - nodes
     own = index < nodes
@@ -171,24 +171,24 @@ def join_kernel(
     tokens = tl.where(own, tokens, tl.load(chain_ptr + place, mask=of_chain, other=-1))
     parents = tl.load(parents_ptr + index, mask=own, other=-1).to(tl.int32)
     values = tl.load(values_ptr + request * values_b + index, mask=own, other=float("-inf"))
-    by = tl.load(by_ptr + request * by_b + index, mask=own, other=_FROM_LOOKUP)
+    source = tl.load(source_ptr + request * source_b + index, mask=own, other=_FROM_LOOKUP)
 
     at = 0  # last tree node shared with the chain
     shared = 0
     going = 1
     for level in range(levels):
-        surer = tl.load(surer_ptr + level)
+        survival = tl.load(survival_ptr + level)
         same = own & (parents == at) & (tokens == tl.load(chain_ptr + level))
         hit = tl.min(tl.where(same & (values > float("-inf")), index, BLOCK), 0)
-        going = going * (hit < BLOCK).to(tl.int32) * (surer > float("-inf")).to(tl.int32)
+        going = going * (hit < BLOCK).to(tl.int32) * (survival > float("-inf")).to(tl.int32)
         at = tl.where(going > 0, hit, at)
         here = (index == at) & (going > 0)
-        values = tl.where(here, tl.maximum(values, surer), values)
-        by = tl.where(here, _FROM_BOTH, by)
+        values = tl.where(here, tl.maximum(values, survival), values)
+        source = tl.where(here, _FROM_BOTH, source)
         shared += going
 
     below = of_chain & (place >= shared)
-    values = tl.where(below, tl.load(surer_ptr + place, mask=below, other=0.0), values)
+    values = tl.where(below, tl.load(survival_ptr + place, mask=below, other=0.0), values)
     parents = tl.where(of_chain, tl.where(place == shared, at, index - 1), parents)
     scratch_ptr += request * BLOCK
     tl.store(scratch_ptr + index, values)
@@ -210,4 +210,4 @@ def join_kernel(
     tl.store(tokens_out + out, tl.where(own, tokens, tl.maximum(tokens, 0)), mask=kept)
     tl.store(parents_out + out, above.to(tl.int64), mask=kept)
     tl.store(values_out + out, values, mask=kept)
-    tl.store(by_out + out, by, mask=kept)
+    tl.store(source_out + out, source, mask=kept)

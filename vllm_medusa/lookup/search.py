@@ -15,8 +15,8 @@ appended below the last shared node.
                                                  \
                                                   z
 
-Texts are numpy arrays on the host, or tensors on a device, where search and join are one
-Triton kernel each (`kernel`); the functions ending in ``_numpy`` do the same on the host.
+Texts are numpy arrays on the host, or tensors on a device, where search and join are one Triton
+kernel each (`kernel`).
 """
 
 from __future__ import annotations
@@ -50,13 +50,6 @@ def continuations(
         from vllm_medusa.lookup import kernel
 
         return kernel.continuations(texts, rows, lengths, count)
-    return continuations_numpy(texts, rows, lengths, count)
-
-
-def continuations_numpy(
-    texts: np.ndarray, rows: np.ndarray, lengths: np.ndarray, count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """`continuations` on the host."""
     matched = np.zeros(len(rows), np.int64)
     found = np.zeros((len(rows), count), np.int64)
     for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -96,8 +89,8 @@ def join(trees: DraftTrees, chain: Array, log_survival: Array, levels: int) -> D
 
     Args:
         trees: N nodes each, as in the result.
-        chain: int64 [B, D].
-        log_survival: float32 [B, D], decreasing; -inf after its end.
+        chain: int64 [B, D], an array or a tensor.
+        log_survival: float32 [B, D], decreasing; -inf after the chain's end.
         levels: upper bound of the depth of ``trees``.
 
     """
@@ -105,13 +98,6 @@ def join(trees: DraftTrees, chain: Array, log_survival: Array, levels: int) -> D
         from vllm_medusa.lookup import kernel
 
         return kernel.join(trees, chain, log_survival, levels)
-    return join_numpy(trees, chain, log_survival, levels)
-
-
-def join_numpy(
-    trees: DraftTrees, chain: np.ndarray, log_survival: np.ndarray, levels: int
-) -> DraftTrees:
-    """`join` on the host."""
     if not np.isfinite(log_survival[:, 0]).any():  # no chain
         return trees
     tokens, parents = trees.token_ids.numpy(), trees.parents.numpy()
@@ -120,13 +106,13 @@ def join_numpy(
     every, places = np.arange(batch), np.arange(size)
     at = shared = np.zeros(batch, np.int64)  # the last shared node, and the number of shared nodes
     for level in range(min(levels, size)):
-        surer = log_survival[:, level]
+        value = log_survival[:, level]
         same = (parents == at[:, None]) & (tokens == chain[:, level, None]) & np.isfinite(values)
-        follows = (shared == level) & same.any(1) & np.isfinite(surer)
+        follows = (shared == level) & same.any(1) & np.isfinite(value)
         if not follows.any():
             break
         at = np.where(follows, same.argmax(1), at)
-        values[every, at] = np.maximum(values[every, at], np.where(follows, surer, -np.inf))
+        values[every, at] = np.maximum(values[every, at], np.where(follows, value, -np.inf))
         source[every, at] = np.where(follows, FROM_BOTH, source[every, at])
         shared = shared + follows
     own = np.where(places < shared[:, None], -np.inf, log_survival).astype(np.float32)

@@ -285,8 +285,8 @@ std::vector<int64_t> ranked(const Node* nodes, int64_t count, int64_t most) {
   return order;
 }
 
-// `score` (level, expanded, choices) -> bool gives the choices below the expanded nodes; false: no
-// trees, and nothing is promised.
+// `score` (level, expanded, choices) -> bool writes the choices below the expanded nodes. If it
+// returns false, so does `grow`, and the outputs are undefined.
 template <class Score>
 bool grow(const Beam& beam, const int64_t* token_map, const Score& score) {
   const int64_t B = beam.batch;

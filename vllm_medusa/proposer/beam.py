@@ -1,4 +1,4 @@
-"""What Hydra's and EAGLE's kernels take: matrices, and the call of `beam.cpp`."""
+"""Arguments of the C++ kernels of Hydra and EAGLE: matrices, and a beam of `beam.cpp`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from vllm_medusa.kernels import CPU_DTYPES
 from vllm_medusa.noise import LevelNoise
+from vllm_medusa.proposer.choices import MAX_WIDTH
 from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 
@@ -20,7 +21,7 @@ _GROUP, _BLOCK = 4, 64  # columns of a group, of a block
 
 
 class Matrix(Structure):
-    """A product with a matrix."""
+    """A linear layer."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("weight", "scale", "bias")),
@@ -35,7 +36,7 @@ class Embedding(Structure):
 
 
 class BeamCall(Structure):
-    """The beam of B requests; `trees` has the result."""
+    """The arguments of a beam for B requests; the kernel writes to `trees`."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("root", "max_depth")),
@@ -84,7 +85,7 @@ class KernelWeights:
         self._kept: list[Any] = []  # keeps the pointers valid
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
-        """A product with ``weight`` [O, I], plus ``bias`` [O]."""
+        """A linear layer with ``weight`` [O, I] and ``bias`` [O]."""
         rows = -len(weight) % TILE
         weight = pad(weight.detach().float(), (0, 0, 0, rows)).contiguous()
         bias = weight.new_zeros(len(weight) - rows) if bias is None else bias.detach().float()
@@ -118,11 +119,11 @@ def _in_blocks(weight: Tensor) -> Tensor:
     return blocks.permute(0, 2, 3, 1, 4).to(torch.uint8).contiguous()
 
 
-def fits_kernel(embedding: Tensor, beam: Beam, draft_vocab: int, most: int) -> bool:
-    """Whether the kernels can use an embedding [V, H] and a beam of at most ``most`` choices."""
+def fits_kernel(embedding: Tensor, beam: Beam, draft_vocab: int) -> bool:
+    """Whether the kernels support an embedding [V, H] and a beam."""
     return (
         embedding.shape[1] % LANES == 0
         and embedding.dtype in CPU_DTYPES
         and embedding.stride(1) == 1
-        and beam.choices <= min(most, draft_vocab)
+        and beam.choices <= min(MAX_WIDTH, draft_vocab)
     )

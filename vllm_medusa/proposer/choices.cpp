@@ -61,7 +61,7 @@ bool best_of_rows(const T* logits, int64_t rows, int64_t vocab, int64_t stride,
 }  // namespace
 
 // logits [rows, vocab]; row i is multiplied by factors[i % num_factors]; ids and log_confidence
-// [rows, width]. Returns 0 where the logits are not finite: the outputs are then undefined.
+// [rows, width]. Returns 0 if the logits are not finite; the outputs are then undefined.
 extern "C" int32_t best_choices(const void* logits, int32_t dtype, int64_t rows, int64_t vocab,
                                 int64_t stride, const float* factors, int64_t num_factors,
                                 int64_t width, int64_t* ids, float* log_confidence) {

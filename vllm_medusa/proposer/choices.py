@@ -56,12 +56,10 @@ def read_choices(
     """The best tokens and their probabilities. No host sync; on CPUs by `choices.cpp`."""
     if noise is not None:
         logits, sharpness = noise.scores(logits, sharpness), None
+    found = None
     if not uses_kernel(logits.device.type):
-        found = _read_on_cpu(logits, width, sharpness)
-        if found is not None:
-            ids, log_confidence = found
-            return Choices(ids if token_map is None else token_map.take(ids), log_confidence)
-    return read_choices_in_torch(logits, width, sharpness, token_map)
+        found = _read_on_cpu(logits, width, sharpness, token_map)
+    return found or read_choices_in_torch(logits, width, sharpness, token_map)
 
 
 def read_choices_in_torch(
@@ -74,9 +72,9 @@ def read_choices_in_torch(
 
 
 def _read_on_cpu(
-    logits: Tensor, width: int, sharpness: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
-    """Ids and log-probabilities [B, k, K]; None if the kernel does not support such logits."""
+    logits: Tensor, width: int, sharpness: Tensor | None, token_map: Tensor | None
+) -> Choices | None:
+    """`read_choices` in C++; None if the kernel does not support such logits."""
     batch, nodes, vocab = logits.shape
     if width > min(MAX_WIDTH, vocab) or logits.dtype not in CPU_DTYPES:
         return None
@@ -90,7 +88,9 @@ def _read_on_cpu(
         rows.data_ptr(), CPU_DTYPES[logits.dtype], batch * nodes, vocab, rows.stride(0),
         factors.data_ptr(), nodes, width, ids.data_ptr(), log_confidence.data_ptr(),
     )  # fmt: skip
-    return (ids, log_confidence) if finite else None
+    if not finite:
+        return None
+    return Choices(ids if token_map is None else token_map.take(ids), log_confidence)
 
 
 def read_choices_sharded(

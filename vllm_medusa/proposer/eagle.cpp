@@ -195,7 +195,7 @@ extern "C" void eagle_prefill(const Eagle* eagle, const EagleCache* cache, const
 }
 
 // Trees of B requests; each entry of a branch is stored after the exact ones, as it is expanded.
-// Returns 0 where logits are not finite: nothing is promised then.
+// Returns 0 if logits are not finite; the outputs are then undefined.
 extern "C" int32_t eagle_trees(const Eagle* heads, const EagleCache* cache, const EagleRoots* roots,
                                const Beam* beam) {
   const Eagle& eagle = *heads;

@@ -22,7 +22,6 @@ from vllm_medusa.proposer.beam import (
     Matrix,
     fits_kernel,
 )
-from vllm_medusa.proposer.choices import MAX_WIDTH
 from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 
@@ -121,7 +120,7 @@ _eagle_trees = cpu_function(
 
 
 class EagleBeam:
-    """A drafter whose weights are copied to the kernel's layout."""
+    """An EAGLE-3 drafter, copied to the layout of the kernel."""
 
     def __init__(self, drafter: EagleWeights, *, exact: bool) -> None:
         """``exact``: weights in fp32 instead of int8."""
@@ -147,7 +146,7 @@ class EagleBeam:
         sizes = [drafter.rope.shape[1], drafter.down.shape[1], *map(len, drafter.fc_norms)]
         sizes += [] if drafter.fc is None else [drafter.fc.shape[1]]
         return all(size % LANES == 0 for size in sizes) and fits_kernel(
-            drafter.embedding, beam, len(drafter.lm_head), MAX_WIDTH
+            drafter.embedding, beam, len(drafter.lm_head)
         )
 
     def prefill(

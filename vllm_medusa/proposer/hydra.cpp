@@ -40,7 +40,7 @@ void score_nodes(const Hydra& hydra, int64_t level, const float* inputs, int64_t
 
 }  // namespace
 
-// states [batch, hidden]. Returns 0 where logits are not finite: nothing is promised then.
+// states [batch, hidden]. Returns 0 if logits are not finite; the outputs are then undefined.
 extern "C" int32_t hydra_trees(const Hydra* heads, const float* states, const Beam* beam) {
   const Hydra& hydra = *heads;
   const int64_t H = hydra.hidden;

@@ -17,7 +17,6 @@ from vllm_medusa.heads.model import ResBlock
 from vllm_medusa.kernels import cpu_function
 from vllm_medusa.noise import LevelNoise
 from vllm_medusa.proposer.beam import BeamCall, Embedding, KernelWeights, beam_call, fits_kernel
-from vllm_medusa.proposer.choices import MAX_WIDTH
 from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 
@@ -38,7 +37,7 @@ _hydra_trees = cpu_function(
 
 
 class HydraBeam:
-    """Hydra heads with stored LM heads, copied to the kernel's layout."""
+    """Hydra heads with stored LM heads, copied to the layout of the kernel."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class HydraBeam:
         return (
             heads.lm_head_weight is not None
             and beam.depth <= heads.num_heads
-            and fits_kernel(embedding, beam, heads.draft_vocab_size, MAX_WIDTH)
+            and fits_kernel(embedding, beam, heads.draft_vocab_size)
         )
 
     def draft(

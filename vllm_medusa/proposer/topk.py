@@ -74,18 +74,17 @@ AllGather = Callable[[Tensor], Tensor]
 class VocabShard:
     """The ids of a rank's logits: column c is id ``first_id + c``, for c < ``num_ids``.
 
-    Columns from ``num_ids`` on are padding. ``vocab_size`` counts the ids of all ranks.
+    Columns from ``num_ids`` on are padding.
     """
 
     first_id: int
     num_ids: int
-    vocab_size: int
 
     @classmethod
     def of_rank(cls, rank: int, width: int, vocab_size: int) -> VocabShard:
         """The shard of a rank if every rank has ``width`` columns, with padding after the last."""
         first = min(rank * width, vocab_size)
-        return cls(first, min(width, vocab_size - first), vocab_size)
+        return cls(first, min(width, vocab_size - first))
 
 
 def local_topk(logits: Tensor, k: int, shard: VocabShard) -> Tensor:

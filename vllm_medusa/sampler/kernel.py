@@ -198,11 +198,11 @@ def plausible(
     sums = tl.where(scale == 0.0, 0.0, (sums + weights * distance) * scale)
     entropy = tl.log(total) - tl.sum(sums, 1) / total
 
-    bar = tl.load(delta_ptr + request) * tl.exp(-entropy)
-    bar = tl.minimum(tl.load(epsilon_ptr + request), bar)
+    threshold = tl.load(delta_ptr + request) * tl.exp(-entropy)
+    threshold = tl.minimum(tl.load(epsilon_ptr + request), threshold)
     logit = tl.load(logits_ptr + row * logits_r + tokens, mask=drafted, other=0.0).to(tl.float32)
     p = tl.exp(logit - base) / total
-    accepted = drafted & (p > bar)  # never if the row has a NaN: the total is NaN
+    accepted = drafted & (p > threshold)  # never if the row has a NaN: the total is NaN
     score = tl.log(tl.where(accepted, p, 1.0))  # 0 at the root, its own parent here
     above = parents.to(tl.int32)
     for _ in range(doublings):  # pairwise sum along the path; identical for equal paths

@@ -37,11 +37,11 @@ def lossless_walk(tree: TreeBatch, token_ids: Tensor, sample: NodeSampler) -> Ve
     active = torch.ones_like(tree.num_nodes, dtype=torch.bool)  # [B]
     node = torch.zeros_like(tree.num_nodes, dtype=torch.int64)  # [B]
     num_accepted = torch.zeros_like(node)
-    nodes = [node]
-    outputs = []
+    nodes, outputs = [], []
     for level in range(tree.max_depth + 1):
         if not bool(active.any()):
             break
+        nodes.append(node)
         token = sample(level, node, active)
         outputs.append(torch.where(active, token, NO_TOKEN))
         found = (children == node.unsqueeze(1)) & (token_ids == token.unsqueeze(1))  # [B, N]
@@ -49,13 +49,7 @@ def lossless_walk(tree: TreeBatch, token_ids: Tensor, sample: NodeSampler) -> Ve
         active = active & (child < tree.max_nodes)
         node = torch.where(active, child, node)
         num_accepted = num_accepted + active
-        nodes.append(node)
-    missing = tree.max_depth + 1 - len(outputs)
-    nodes = nodes[: tree.max_depth + 1] + [node] * missing
+    missing = tree.max_depth + 1 - len(nodes)
+    nodes += [node] * missing
     outputs += [torch.full_like(node, NO_TOKEN)] * missing
-    path = Path(
-        nodes=torch.stack(nodes, 1)[:, : tree.max_depth + 1],
-        num_accepted=num_accepted,
-        last_node=node,
-    )
-    return Verdict(path=path, output_token_ids=torch.stack(outputs, 1))
+    return Verdict(Path(torch.stack(nodes, 1), num_accepted, node), torch.stack(outputs, 1))

@@ -29,11 +29,11 @@ def typical_path(
     """
     parents = tree.parents.clamp(min=0)  # [B, N]
     entropy = torch.special.entr(probs).sum(-1)  # [B, N]; -p log p is 0 at p = 0
-    bar = delta.unsqueeze(1) * torch.exp(-entropy)
-    bar = torch.minimum(bar, epsilon.unsqueeze(1).to(bar.dtype))
+    threshold = delta.unsqueeze(1) * torch.exp(-entropy)
+    threshold = torch.minimum(threshold, epsilon.unsqueeze(1).to(threshold.dtype))
     entry = parents * probs.shape[-1] + token_ids.clamp(min=0)  # [B, N] into [N * V]
     p = probs.flatten(1).gather(1, entry)  # [B, N], probability of each node given its parent
-    accepted = (p > bar.gather(1, parents)) & (token_ids >= 0)
+    accepted = (p > threshold.gather(1, parents)) & (token_ids >= 0)
     log_p = torch.where(accepted & (tree.parents >= 0), p.log(), 0.0)
     score = torch.zeros_like(log_p)
     for _ in range(tree.max_depth):  # root to leaf, so that equal paths have equal sums

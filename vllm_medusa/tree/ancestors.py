@@ -33,13 +33,8 @@ def pack_ancestors(dense: Tensor) -> Tensor:
     words = num_words(n)
     padded = torch.nn.functional.pad(dense.to(torch.int64), (0, words * WORD_BITS - n))
     bits = padded.unflatten(-1, (words, WORD_BITS))  # [..., N, W, 64]
-    return (bits << _shifts(dense.device)).sum(-1)  # distinct bits: the sum is their union
-
-
-def unpack_ancestors(bits: Tensor, num_nodes: int) -> Tensor:
-    """Unpack ``bits`` int64 [..., N, W] into bool [..., N, num_nodes]; undoes `pack_ancestors`."""
-    spread = (bits.unsqueeze(-1) >> _shifts(bits.device)) & 1  # [..., N, W, 64]
-    return spread.flatten(-2)[..., :num_nodes].to(torch.bool)
+    shifts = torch.arange(WORD_BITS, device=dense.device)
+    return (bits << shifts).sum(-1)  # distinct bits: the sum is their union
 
 
 def dense_ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
@@ -58,7 +53,3 @@ def dense_ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
         reach = reach | reach.gather(-2, jump.unsqueeze(-1).expand(reach.shape))
         jump = jump.gather(-1, jump)
     return reach
-
-
-def _shifts(device: torch.device) -> Tensor:
-    return torch.arange(WORD_BITS, device=device)

@@ -7,6 +7,7 @@ requests, W the number of 64-bit words of an ancestor row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,24 +36,22 @@ class TreeTensors:
     @classmethod
     def from_tree(cls, tree: TokenTree, device: torch.device | str = "cpu") -> TreeTensors:
         """Copy ``tree`` to ``device``."""
-        parents, depths, ranks = (
-            torch.tensor(numbers, dtype=torch.int64)
-            for numbers in (tree.parents, tree.depths, tree.ranks)
+        parents, width = torch.tensor(tree.parents), max(tree.head_widths, default=0)
+        choices, places = (
+            torch.full((tree.max_depth, tree.num_nodes), -1),
+            torch.zeros_like(parents),
         )
-        width = max(tree.head_widths, default=0)
-        choices = torch.full((tree.num_nodes, tree.max_depth), -1)
         for node, path in enumerate(tree.paths, start=1):
-            choices[node, : len(path)] = torch.tensor(path)
-        start = width * torch.arange(tree.max_depth)
-        choices = torch.where(choices < 0, -1, choices + start)
+            for depth, rank in enumerate(path):
+                choices[depth, node] = places[node] = depth * width + rank
         ancestors = dense_ancestors(parents)
         return cls(
             parents=parents.to(device),
-            depths=depths.to(device),
+            depths=torch.tensor(tree.depths, device=device),
             ancestor_bits=pack_ancestors(ancestors).to(device),
             ancestors=ancestors.to(device),
-            choices=choices.T.contiguous().to(device),
-            places=((depths - 1) * width + ranks).clamp_min(0).to(device),
+            choices=choices.to(device),
+            places=places.to(device),
             max_depth=tree.max_depth,
             width=width,
         )
@@ -66,7 +65,7 @@ class TreeTensors:
         """Log-survival of every node: float32 [B, <= D, width], all <= 0, -> float32 [B, N].
 
         Terms are added from the root down, so that a child is never above its parent, not even by
-        rounding. -inf: a choice that can't be right, or one deeper than the confidences.
+        rounding. -inf: a choice that can't be accepted, or one deeper than the confidences.
         """
         depth = log_confidence.shape[1]
         flat = torch.nn.functional.pad(log_confidence.flatten(1), (0, 1))  # a 0 at index -1
@@ -114,10 +113,7 @@ class TreeBatch:
 
     @classmethod
     def from_static(cls, tensors: TreeTensors, num_nodes: Tensor) -> TreeBatch:
-        """Give every request the first ``num_nodes[b]`` nodes of one tree, as views.
-
-        ``num_nodes`` is an integer tensor [B] with values from 1 to ``tensors.num_nodes``.
-        """
+        """The same tree for every request, as views; ``num_nodes`` [B] of its nodes exist."""
         batch = num_nodes.shape[0]
         return cls(
             num_nodes=num_nodes,
@@ -151,17 +147,10 @@ class TreeBatch:
 
     def select(self, requests: Tensor) -> TreeBatch:
         """The trees of ``requests`` (int64 [Q]) as a separate batch, still N wide."""
-        return replace(
-            self,
-            num_nodes=self.num_nodes[requests],
-            parents=self.parents[requests],
-            depths=self.depths[requests],
-            ancestor_bits=self.ancestor_bits[requests],
-            ancestors=self.ancestors[requests],
-        )
+        return replace(self, **{name: part[requests] for name, part in self._tensors().items()})
 
     def with_trees(self, requests: Tensor, parents: Tensor, num_nodes: Tensor) -> TreeBatch:
-        """The same batch, with other trees for some requests, as deep as `max_depth` at most.
+        """The same batch with other trees for some requests; `max_depth` is kept.
 
         Args:
             requests: int64 [Q].
@@ -169,15 +158,12 @@ class TreeBatch:
             num_nodes: integer [Q].
 
         """
-        ancestors = dense_ancestors(parents)  # [Q, N, N]
-        return replace(
-            self,
-            num_nodes=self.num_nodes.index_copy(0, requests, num_nodes),
-            parents=self.parents.index_copy(0, requests, parents),
-            depths=self.depths.index_copy(0, requests, ancestors.sum(-1) - 1),
-            ancestor_bits=self.ancestor_bits.index_copy(0, requests, pack_ancestors(ancestors)),
-            ancestors=self.ancestors.index_copy(0, requests, ancestors),
-        )
+        new = TreeBatch.from_parents(parents, num_nodes, self.max_nodes)._tensors()
+        own = self._tensors()
+        return replace(self, **{key: own[key].index_copy(0, requests, new[key]) for key in own})
+
+    def _tensors(self) -> dict[str, Any]:
+        return {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
 
     @property
     def batch_size(self) -> int:

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
-IMPOSSIBLE = -float("inf")  # log-survival of nodes that can't be right, and of padding
+IMPOSSIBLE = -float("inf")  # log-survival of nodes that can't be accepted, and of padding
 FROM_DRAFTER, FROM_BOTH, FROM_LOOKUP = 0, 1, 2  # origin of a node
 
 

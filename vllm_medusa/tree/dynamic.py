@@ -22,18 +22,13 @@ class Beam:
     """The beam of a branching drafter, used instead of a pool; see `build_tree`."""
 
     width: int  # k, nodes expanded per level
-    choices: int  # K, per expanded node
+    choices: int  # K, below each expanded node
     depth: int  # levels
 
     @property
     def num_nodes(self) -> int:
         """Candidates, root included."""
         return 1 + self.choices * sum(map(self.width_at, range(self.depth)))
-
-    @property
-    def max_depth(self) -> int:
-        """The deepest candidate."""
-        return self.depth
 
     def width_at(self, level: int) -> int:
         """Number of nodes expanded at a level; 1 for the root."""
@@ -69,8 +64,8 @@ class DynamicTree:
 
     @property
     def max_depth(self) -> int:
-        """Number of heads that the pool uses."""
-        return self.pool.max_depth
+        """Depth of the deepest candidate: the number of heads or levels that run at most."""
+        return self.pool.depth if isinstance(self.pool, Beam) else self.pool.max_depth
 
 
 def widest_pool(num_heads: int, num_ranks: int, num_nodes: int = MAX_NODES) -> TokenTree:

@@ -59,13 +59,13 @@ def read_tree(value: TreeValue) -> TokenTree:
     raise TreeError(f"The tree is {shown(value)}; use {FORMS}.")
 
 
-def shown(value: object, limit: int = 120) -> str:
-    """A value's repr for a message, truncated to ``limit`` characters; never raises."""
+def shown(value: object) -> str:
+    """A value's repr for a message, truncated to 120 characters; never raises."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # too many digits or levels
         return f"of type {type(value).__name__}, too large to print"
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return text if len(text) <= 120 else f"{text[:120]}..."
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:

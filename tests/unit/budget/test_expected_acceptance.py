@@ -56,7 +56,7 @@ def test_confidence_is_corrected_by_verified_drafts(factor, verified):
     acceptance = trained(400, factor, verified=verified)
     survival = [0.1, 0.3, 0.6]
     of_two_kinds = [Drafted(survival, copied=[0, 0, 1]), Drafted(survival, kind=1)]
-    found = [value for draft in of_two_kinds for value in acceptance.believed(draft)]
+    found = [value for draft in of_two_kinds for value in acceptance.corrected(draft)]
     assert found[:2] == pytest.approx(factor * np.array(survival[:2]), rel=0.12)
     assert found[2] == 0.6  # copied: already measured
     assert found[3:] == pytest.approx(survival)  # another kind of requests

@@ -221,7 +221,7 @@ def test_drafting_ends_where_it_is_slower_than_expected():
     """Even if costs and acceptance suggest otherwise: here acceptance is far overestimated."""
     server = Server(cpu, batch(4), lambda step: 0.9, 0.05)
     policy = new_policy()
-    policy.acceptance.believed = lambda draft: [*draft.survival]  # type: ignore[method-assign]
+    policy.acceptance.corrected = lambda draft: [*draft.survival]  # type: ignore[method-assign]
     record, plain = serve(server, 2 * STEPS, policy), serve(server, 2 * STEPS, 0)
     assert 0 < np.mean(record.drafting) < 0.3
     assert record.speed(STEPS) >= 0.97 * plain.speed(STEPS)

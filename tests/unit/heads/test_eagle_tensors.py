@@ -187,7 +187,7 @@ def test_values_of_other_types_are_named(tmp_path, capsys, key, value, wanted):
         ({"rope_scaling": {"type": "spiral"}}, "its rope_type is 'spiral'; trees support"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
-            "of types of layers (full_attention)",
+            "nested by layer type (full_attention)",
         ),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, None),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None),

@@ -103,10 +103,10 @@ def test_rows_of_stored_lm_heads(num_lm_heads, mapped):
     hidden = torch.randn(5, HIDDEN)
     wanted = heads.compute_logits(heads(hidden))
     ranges = slice(0, 7), slice(7, None)
-    parts = [PackedHeads(heads, torch_linear, rows) for rows in ranges]
     whole = [deepcopy(heads) for _ in ranges]
     for copy, rows in zip(whole, ranges, strict=True):
         copy.keep_vocabulary(rows)
+    parts = [PackedHeads(each, torch_linear) for each in whole]
     for ranks in (parts, whole):
         found = torch.cat([part.compute_logits(part(hidden)) for part in ranks], -1)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

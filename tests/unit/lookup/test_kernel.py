@@ -55,7 +55,7 @@ class Cases:
 
     def check(self, texts: list[Tensor], width: int, count: int) -> Tensor:
         given = table(texts, width)
-        expected = search.continuations_numpy(*(each.numpy() for each in given), count)
+        expected = search.continuations(*(each.numpy() for each in given), count)
         moved = [each.to(self.device) for each in given]
         for function in (self.kernel.continuations, search.continuations):
             matched, found = function(*moved, count)
@@ -98,7 +98,7 @@ class Cases:
         shared = 0
         for seed in range(4):
             trees, chain, surer = trees_and_chains(seed, 3, nodes, size)
-            expected = search.join_numpy(trees, chain.numpy(), surer.numpy(), 5)
+            expected = search.join(trees, chain.numpy(), surer.numpy(), 5)
             found = self.joined(trees, chain, surer, 5)
             for name, part in vars(expected).items():
                 assert torch.equal(getattr(found, name).cpu(), part), name

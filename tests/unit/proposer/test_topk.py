@@ -61,11 +61,11 @@ def test_more_tokens_than_the_vocabulary():
 
 def cut(logits: Tensor, widths: list[int], padding: int) -> list[tuple[Tensor, VocabShard]]:
     """Shards of these widths, whose padding columns would be chosen if they were read."""
-    shards, first, vocab = [], 0, sum(widths)
+    shards, first = [], 0
     for width in widths:
         own = logits[..., first : first + width]
         own = torch.cat([own, own.new_full((*own.shape[:-1], padding), INF)], -1)
-        shards.append((own, VocabShard(first, width, vocab)))
+        shards.append((own, VocabShard(first, width)))
         first += width
     return shards
 

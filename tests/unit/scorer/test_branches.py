@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.in_torch import paged_tree_attention_torch
+from support.in_torch import paged_tree_attention_torch, unpack_ancestors
 from support.paged_batches import make_case as make_paged
 from support.paged_batches import tree
 from support.paged_trees import make_case
 
 from vllm_medusa.scorer.cpu import plan_branches, tree_attention
 from vllm_medusa.scorer.paged import TreeBuffers
-from vllm_medusa.tree.ancestors import unpack_ancestors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

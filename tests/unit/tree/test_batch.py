@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.in_torch import unpack_ancestors
 from support.random_trees import random_parents
 
-from vllm_medusa.tree.ancestors import dense_ancestors, pack_ancestors, unpack_ancestors
+from vllm_medusa.tree.ancestors import dense_ancestors, pack_ancestors
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.presets import load_preset
 from vllm_medusa.tree.topology import TokenTree

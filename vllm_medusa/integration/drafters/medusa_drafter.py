@@ -39,12 +39,12 @@ def arranged(heads: MedusaHeads, device: torch.device, rows: slice | None = None
     few rows of a step are launch-bound, so one layer of all heads is one product (``heads`` may
     still be on the host).
     """
-    if device.type == "cpu" and isinstance(heads, HydraHeads):
-        return PackedHydra(heads, compat.packed_linear, rows)
-    if device.type == "cpu":
-        return PackedHeads(heads, compat.packed_linear, rows)
     if rows is not None:
         heads.keep_vocabulary(rows)
+    if device.type == "cpu" and isinstance(heads, HydraHeads):
+        return PackedHydra(heads, compat.packed_linear)
+    if device.type == "cpu":
+        return PackedHeads(heads, compat.packed_linear)
     return heads.to(device).requires_grad_(False)
 
 
