@@ -19,8 +19,8 @@ def cost_key(config: Any) -> dict[str, str]:
     """Everything that step costs depend on, as far as known in advance."""
     model, parallel = config.model_config, config.parallel_config
     options = TreeSettings.of(config)
-    beam = getattr(options.tree, "pool", None)
-    found = {
+    pool = getattr(options.tree, "pool", None)
+    return {
         "target": absolute(str(model.model)),
         "revision": str(model.revision),
         "heads": options.heads or "",
@@ -33,6 +33,6 @@ def cost_key(config: Any) -> dict[str, str]:
         "adapters": str(config.lora_config is not None),
         "runner": "V2" if compat.uses_v2_runner(parallel) else "V1",
         "vllm": installed_vllm()[1] or "",
-        **({"beam": str(beam)} if isinstance(beam, Beam) else {}),
+        "beam": str(pool) if isinstance(pool, Beam) else "",
+        "lookup": str(options.lookup),
     }
-    return found | {"lookup": "True"} if options.lookup else found
