@@ -34,7 +34,7 @@ from vllm_medusa.integration.scheduling.clock import PipelinedClock, Step, StepC
 from vllm_medusa.integration.scheduling.cost_key import cost_key
 from vllm_medusa.integration.scheduling.grammar_drafts import GrammarDrafts
 from vllm_medusa.integration.startup.eagle_options import beam_of, scratch_of
-from vllm_medusa.integration.startup.options import TreeSettings, is_eagle
+from vllm_medusa.integration.startup.options import TreeSettings, is_eagle, is_for_v2
 from vllm_medusa.tree.draft_trees import FROM_LOOKUP
 from vllm_medusa.tree.dynamic import DynamicTree
 
@@ -55,7 +55,8 @@ class TreeScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.options = options = TreeSettings.of(self.vllm_config)
-        tree, on_v2 = options.tree, compat.uses_v2_runner(self.vllm_config.parallel_config)
+        speculative, tree = self.vllm_config.speculative_config, options.tree
+        on_v2 = is_for_v2(speculative)
         self.max_drafts = tree.num_draft_tokens  # per request
         self.pending: dict[str, Draft] = {}
         self.clock = PipelinedClock() if self.ahead else StepClock()
@@ -71,8 +72,8 @@ class TreeScheduler(Scheduler):
         )
         # forced runs are also drafted in steps without heads
         self.drafts_forced = not on_v2 and not isinstance(options.budget, int | None)
-        has_scratch = is_eagle(self.vllm_config.speculative_config)
-        self._scratch = scratch_of(beam_of(tree)) if has_scratch else 0  # slots after the tokens
+        # KV slots after a request's tokens
+        self._scratch = scratch_of(beam_of(tree)) if is_eagle(speculative) else 0
         key = cost_key(self.vllm_config) | {"rows": str(self.max_step_rows())}
         self.costs = CostStore(Path(envs.VLLM_CACHE_ROOT) / "medusa", key, self.max_step_rows())
         self.policy = self.new_policy()

@@ -212,19 +212,16 @@ def check_captured_layers(model: Any, speculative: Any) -> None:
 
 def unsupported_by_eagle(config: Any) -> Iterator[str]:
     """Yield reasons to refuse the finished config, in addition to those for heads."""
-    model, parallel, scheduler = (
-        config.model_config,
-        config.parallel_config,
-        config.scheduler_config,
-    )
+    model, scheduler = config.model_config, config.scheduler_config
+    replicas = config.parallel_config.data_parallel_size
     tree = TreeSettings.of(config).tree
     assert isinstance(tree, DynamicTree)
     beam, in_one_pass = beam_of(tree), not isinstance(tree.pool, Beam)
     scratch = scratch_of(beam)
     width = max(scratch, 1) if in_one_pass else beam.width
-    if parallel.data_parallel_size > 1 and model.is_moe:
+    if replicas > 1 and model.is_moe:
         yield (
-            f"data_parallel_size is {parallel.data_parallel_size}: replicas of a mixture of "
+            f"data_parallel_size is {replicas}: replicas of a mixture of "
             "experts run each forward pass together, but only some of them draft. Use 1."
         )
     if model.enable_prompt_embeds:
