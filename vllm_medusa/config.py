@@ -1,6 +1,6 @@
 """User options, validated once from plain dicts; the only module that uses os.environ.
 
-The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`, `GrownConfig`), a request may
+The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`, `DrafterConfig`), a request may
 override the acceptance rule and limit its drafts in ``SamplingParams.extra_args["medusa"]``
 (`RequestConfig`), and `resolve_tree` returns a validated `TokenTree` from any form of a tree.
 Invalid options raise `MedusaConfigError` with the value, the allowed values and the remedy.
@@ -256,7 +256,7 @@ class MedusaConfig(_DraftOptions):
         return self
 
 
-class GrownConfig(_DraftOptions):
+class DrafterConfig(_DraftOptions):
     """The ``speculative_config`` of a drafter with its own KV cache and a ``tree``.
 
     The default budget is "auto"; for a chain it is the length of the chain.
@@ -286,7 +286,7 @@ class GrownConfig(_DraftOptions):
         return self
 
     @property
-    def grown(self) -> DynamicTree:
+    def dynamic_tree(self) -> DynamicTree:
         """The dynamic tree that the options describe."""
         maximum = self.num_speculative_tokens
         if self.tree == "chain":
@@ -301,7 +301,7 @@ class GrownConfig(_DraftOptions):
         return DynamicTree(beam, num_nodes if self.lookup else min(num_nodes, beam.num_nodes))
 
 
-class EagleConfig(GrownConfig):
+class EagleConfig(DrafterConfig):
     """The options of an EAGLE drafter."""
 
     model: str = Field(min_length=1, description="the folder or hub name of the drafter")
@@ -310,7 +310,7 @@ class EagleConfig(GrownConfig):
 _OF_TARGET = "nothing: omit it, because the MTP module is loaded from the target's checkpoint"
 
 
-class MtpConfig(GrownConfig):
+class MtpConfig(DrafterConfig):
     """The options of a multi-token-prediction (MTP) module in the target's own checkpoint."""
 
     model: None = Field(default=None, description=_OF_TARGET)
@@ -318,7 +318,7 @@ class MtpConfig(GrownConfig):
 
 
 # vLLM's names of drafters with a KV cache; with a "tree" they are ours, else vLLM's own
-GROWN_METHODS: dict[str, type[GrownConfig]] = {
+DRAFTER_METHODS: dict[str, type[DrafterConfig]] = {
     "eagle": EagleConfig,
     "eagle3": EagleConfig,
     "mtp": MtpConfig,

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.config import SpeculativeConfig
 
-from vllm_medusa.config import GROWN_METHODS, EagleConfig, MedusaConfigError
+from vllm_medusa.config import DRAFTER_METHODS, EagleConfig, MedusaConfigError
 from vllm_medusa.heads.eagle_checkpoint import (
     doubtful_layers,
     drafter_method,
@@ -46,8 +46,8 @@ def config_of_eagle(
     """The options for EAGLE or MTP, and vLLM's own config for it; see `options.prepare`."""
     settings = merged(engine_args)
     method = settings.pop("method")
-    config = GROWN_METHODS[method].from_speculative_config(settings)
-    tree, beam = config.grown, beam_of(config.grown)
+    config = DRAFTER_METHODS[method].from_speculative_config(settings)
+    tree, beam = config.dynamic_tree, beam_of(config.dynamic_tree)
     revision = config.revision
     if isinstance(config, EagleConfig):
         layout = check_checkpoint(config, method, model_config, beam.width)

@@ -8,7 +8,7 @@ from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
-from vllm_medusa.config import GROWN_METHODS, MedusaConfigError
+from vllm_medusa.config import DRAFTER_METHODS, MedusaConfigError
 from vllm_medusa.integration.overrides import override
 from vllm_medusa.tree.forms import did_you_mean
 
@@ -31,7 +31,7 @@ def _create_speculative_config(
 ) -> Any:
     speculative = _mapping(self.speculative_config)
     method = self.spec_method or speculative.get("method")
-    if method != METHOD and not (method in GROWN_METHODS and "tree" in speculative):
+    if method != METHOD and not (method in DRAFTER_METHODS and "tree" in speculative):
         _refuse_misplaced_keys(speculative, method)
         return original(self, target_model_config, target_parallel_config)
     from vllm_medusa.integration import metrics, requests, stopping
@@ -57,7 +57,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 def _refuse_misplaced_keys(speculative: Mapping[str, Any], method: str | None) -> None:
     """Refuse our keys, also misspelled, or a misspelled "medusa", with another method."""
     ours = [key for key in _OWN_KEYS if key in speculative]
-    if method in GROWN_METHODS:
+    if method in DRAFTER_METHODS:
         from vllm.config import SpeculativeConfig
 
         known = {each.name for each in fields(SpeculativeConfig)}

@@ -19,7 +19,7 @@ from vllm.config import SpeculativeConfig
 from vllm.config.utils import config as config_class
 
 from vllm_medusa.config import (
-    GROWN_METHODS,
+    DRAFTER_METHODS,
     AcceptanceConfig,
     MedusaConfig,
     MedusaConfigError,
@@ -89,7 +89,7 @@ def has_trees(speculative_config: Any) -> bool:
 
 def is_eagle(speculative_config: Any) -> bool:
     """Whether it is vLLM's config of an EAGLE drafter, or an MTP module, with our trees."""
-    return has_trees(speculative_config) and speculative_config.method in GROWN_METHODS
+    return has_trees(speculative_config) and speculative_config.method in DRAFTER_METHODS
 
 
 def is_for_v2(speculative_config: Any) -> bool:
