@@ -304,7 +304,7 @@ class TreeScheduler(Scheduler):
 
     def _received(self, message: DraftMessage) -> dict[str, Draft]:
         """The received drafts, of requests that can use them, filtered by grammar."""
-        survival = message.survival or itertools.repeat([])
+        survival: Iterable[list[float]] = message.survival or itertools.repeat([])
         copies = self._looks_for_copies
         found: dict[str, Draft] = {}
         forced_for = self._forced_for(message)
