@@ -20,7 +20,7 @@ from support.commands import run
 
 from benchmarks.runner import CASES
 from vllm_medusa.cli import COMMANDS, build_parser, options_of
-from vllm_medusa.config import GROWN_METHODS, MedusaConfig
+from vllm_medusa.config import DRAFTER_METHODS, MedusaConfig
 from vllm_medusa.options import from_flags
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +79,7 @@ def speculative_configs(text):
 
 
 def check_config(config):
-    kind = GROWN_METHODS.get(config["method"], MedusaConfig)
+    kind = DRAFTER_METHODS.get(config["method"], MedusaConfig)
     kind.from_speculative_config(config)
 
 

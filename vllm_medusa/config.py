@@ -1,6 +1,6 @@
 """User options, validated once from plain dicts; the only module that uses os.environ.
 
-The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`, `GrownConfig`), a request may
+The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`, `DrafterConfig`), a request may
 override the acceptance rule and limit its drafts in ``SamplingParams.extra_args["medusa"]``
 (`RequestConfig`), and `resolve_tree` returns a validated `TokenTree` from any form of a tree.
 Invalid options raise `MedusaConfigError` with the value, the allowed values and the remedy.
@@ -41,9 +41,9 @@ class _Options(BaseModel):
             raise MedusaConfigError(_explained(type(self), error)) from None
 
 
-def _share(default: float) -> Any:
-    said = f"a number above 0 and at most 1 (default {default}); lower accepts more"
-    return Field(default=default, gt=0, le=1, description=said)
+def _fraction(default: float) -> Any:
+    text = f"a number above 0 and at most 1 (default {default}); lower accepts more"
+    return Field(default=default, gt=0, le=1, description=text)
 
 
 class AcceptanceConfig(_Options):
@@ -60,14 +60,14 @@ class AcceptanceConfig(_Options):
     mode: Literal["lossless", "typical"] = Field(
         default="lossless", description='"lossless" or "typical"'
     )
-    epsilon: float = _share(0.09)
-    delta: float = _share(0.3)
+    epsilon: float = _fraction(0.09)
+    delta: float = _fraction(0.3)
     greedy_root: bool = Field(
         default=False, description="true or false: the last token of a typical step is the argmax"
     )
 
     @model_validator(mode="after")
-    def _no_idle_options(self) -> AcceptanceConfig:
+    def _no_unused_options(self) -> AcceptanceConfig:
         for name in ("epsilon", "delta", "greedy_root"):
             value = getattr(self, name)
             if self.mode == "lossless" and value != type(self).model_fields[name].default:
@@ -184,7 +184,6 @@ class _DraftOptions(_Options):
         default=False,
         description="true or false: also draft tokens copied from the request's own text",
     )
-
     shared_noise: bool = Field(
         default=True,
         description="true or false: for sampling requests, choose drafts with the random numbers "
@@ -257,7 +256,7 @@ class MedusaConfig(_DraftOptions):
         return self
 
 
-class GrownConfig(_DraftOptions):
+class DrafterConfig(_DraftOptions):
     """The ``speculative_config`` of a drafter with its own KV cache and a ``tree``.
 
     The default budget is "auto"; for a chain it is the length of the chain.
@@ -271,7 +270,7 @@ class GrownConfig(_DraftOptions):
     )
 
     @model_validator(mode="after")
-    def _sound_tree(self) -> Self:
+    def _valid_tree(self) -> Self:
         tree = self.tree
         if self.lookup and tree == "chain":
             raise MedusaConfigError(
@@ -287,7 +286,7 @@ class GrownConfig(_DraftOptions):
         return self
 
     @property
-    def grown(self) -> DynamicTree:
+    def dynamic_tree(self) -> DynamicTree:
         """The dynamic tree that the options describe."""
         maximum = self.num_speculative_tokens
         if self.tree == "chain":
@@ -302,7 +301,7 @@ class GrownConfig(_DraftOptions):
         return DynamicTree(beam, num_nodes if self.lookup else min(num_nodes, beam.num_nodes))
 
 
-class EagleConfig(GrownConfig):
+class EagleConfig(DrafterConfig):
     """The options of an EAGLE drafter."""
 
     model: str = Field(min_length=1, description="the folder or hub name of the drafter")
@@ -311,7 +310,7 @@ class EagleConfig(GrownConfig):
 _OF_TARGET = "nothing: omit it, because the MTP module is loaded from the target's checkpoint"
 
 
-class MtpConfig(GrownConfig):
+class MtpConfig(DrafterConfig):
     """The options of a multi-token-prediction (MTP) module in the target's own checkpoint."""
 
     model: None = Field(default=None, description=_OF_TARGET)
@@ -319,7 +318,7 @@ class MtpConfig(GrownConfig):
 
 
 # vLLM's names of drafters with a KV cache; with a "tree" they are ours, else vLLM's own
-GROWN_METHODS: dict[str, type[GrownConfig]] = {
+DRAFTER_METHODS: dict[str, type[DrafterConfig]] = {
     "eagle": EagleConfig,
     "eagle3": EagleConfig,
     "mtp": MtpConfig,
@@ -422,15 +421,12 @@ def run_engines_in_this_process() -> None:
 
 @contextmanager
 def loggers_left_alone() -> Iterator[None]:
-    """Without this, vLLM configures its loggers again for each engine's config."""
-    environment = dict(os.environ)
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
-    os.environ.pop("VLLM_LOGGING_CONFIG_PATH", None)
-    try:
+    """Keep vLLM from configuring its loggers again for each engine's config."""
+    from unittest.mock import patch  # slow to import
+
+    with patch.dict(os.environ, {"VLLM_CONFIGURE_LOGGING": "0"}):
+        os.environ.pop("VLLM_LOGGING_CONFIG_PATH", None)
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def _explained(kind: type[_Options], error: ValidationError) -> str:

@@ -77,7 +77,8 @@ class Run:
                 others = [path for path in folder.iterdir() if path.name not in known]
                 if others and not begun.exists():
                     raise FileRefused(
-                        f"{folder} holds {others[0].name}, not a run. Choose another output."
+                        f"{folder} holds {others[0].name}, which is not from a run. Choose another "
+                        "output."
                     )
                 for path in others:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()

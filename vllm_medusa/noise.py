@@ -9,8 +9,8 @@ instead of log q, so tokens that G favors are preferred. The acceptance rule is 
 is accepted if and only if it is the token drawn, and each position's noise is used once, for its
 token. So the tokens, seeded or not, are the same as without drafts (arXiv 2408.07978, 2506.05632).
 
-SCALE and WEIGHT are below 1 because drafters approximate p only roughly: with the full weight of G,
-q would be trusted too much. With SmolLM2's Hydra heads and trees of seven nodes, tau was 1.69
+SCALE and WEIGHT are below 1 because drafters approximate p only roughly; with the full weight of G,
+q would have too much influence. With SmolLM2's Hydra heads and trees of seven nodes, tau was 1.69
 without and 1.74 with noise at T 0.7, and 1.46 and 1.62 at T 1 (benchmarks/results/noise_hydra.md).
 Top-k and top-p are not applied to q, because tokens outside q's own top-k or top-p set are drawn
 often: one of four children of the root is drawn in 53.7 % of cases at T 1.0 and top-p 0.9; in
@@ -77,8 +77,8 @@ def next_seeds(generator: torch.Generator | None, count: int) -> Tensor:
 def own_generator() -> torch.Generator:
     """A CPU generator whose whole state is drawn from the default one.
 
-    A seed would not do: of it, the generator uses 32 bits, and with those 2 of 77,000 requests are
-    as likely as not to have the same random stream.
+    A seed is not enough: the generator uses only 32 bits of it, so among 77,000 requests two would
+    share a random stream with a probability of one half.
     """
     generator = torch.Generator()
     state = generator.get_state()

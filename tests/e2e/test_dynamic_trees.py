@@ -184,7 +184,7 @@ def automatic(
             each.cost.observe(rows, requests, limit, 1.5 + 0.1 * rows + 0.1 * limit)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup_timing._Script, "observe", observe)
+        patch.setattr(startup_timing._ScriptedBudget, "observe", observe)
         patch.setattr(startup_timing, "SECONDS", 300.0)  # complete all steps on a busy machine
         with engine(chaotic_llama, config, **FEW_ROWS) as first:
             assert policy_of(first).cost.steps > 20

@@ -151,6 +151,6 @@ def test_a_run_depends_on_its_settings(tmp_path):
     folder.mkdir()
     (folder / "mine").touch()
     for how in ({}, {"overwrite": True}, {"restart": True}):
-        with pytest.raises(FileRefused, match="holds mine, not a run"):
+        with pytest.raises(FileRefused, match="holds mine, which is not from a run"):
             files.Run(folder, {}, of=out, **how)
     assert (folder / "mine").exists()

@@ -49,25 +49,36 @@ def llm(
 ) -> Iterator[LLM]:
     """Few blocks: requests are preempted."""
     config = {"method": "medusa", "model": random_heads, "budget": "auto"}
-    with few_steps_to_time(), async_scheduling(), engine(
+    with few_steps_to_time() as timed, async_scheduling(), engine(
         chaotic_llama, config, block_size=32, num_gpu_blocks_override=14, max_model_len=256,
         max_num_batched_tokens=256, max_num_seqs=8,
     ) as llm:  # fmt: skip
         assert isinstance(scheduler_of(llm), AsyncScheduler)
         assert policy_of(llm).cost.steps > 0
+        assert max(timed) == 4
         yield llm
 
 
 @contextmanager
-def few_steps_to_time() -> Iterator[None]:
-    """With the interpreter, the whole plan takes ten seconds; nothing is stored."""
+def few_steps_to_time() -> Iterator[list[int]]:
+    """With the interpreter, the whole plan takes ten seconds; nothing is stored.
+
+    Yields the number of nodes in each step that is timed at start-up.
+    """
+    nodes, original = [], startup_timing._ScriptedBudget.observe
+
+    def observe(self: Any, rows: int, requests: int, *more: Any) -> None:
+        nodes.append(rows - requests)
+        original(self, rows, requests, *more)
+
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         patch.setenv("VLLM_CACHE_ROOT", folder)
         envs.disable_envs_cache()  # vLLM reads its variables once
+        patch.setattr(startup_timing._ScriptedBudget, "observe", observe)
         patch.setattr(startup_timing, "_PLAN", ((1, (0, 4)),))
-        patch.setattr(startup_timing, "_TURNS", 1)
+        patch.setattr(startup_timing, "_REPEATS", 1)
         patch.setattr(startup_timing, "SECONDS", 60.0)
-        yield
+        yield nodes
     envs.disable_envs_cache()
 
 

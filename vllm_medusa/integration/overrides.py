@@ -46,8 +46,8 @@ OVERRIDES = (
     ),
     Override(
         "SamplingParams._validate_spec_decode",
-        "A request with bad Medusa options must fail alone, in the front end; nothing in vLLM "
-        "validates extra_args.",
+        "Rejects invalid Medusa options in the front end, so that only that request fails; vLLM "
+        "does not validate extra_args.",
         "vLLM lets a proposer validate requests.",
     ),
     Override(
@@ -69,7 +69,7 @@ OVERRIDES = (
     ),
     Override(
         "metrics.reader.REGISTRY",
-        "While LLMEngine.get_metrics reads the metrics of its own engine.",
+        "Replaced while LLMEngine.get_metrics reads the metrics of its own engine.",
         "as for LLMEngine.get_metrics.",
     ),
     Override(

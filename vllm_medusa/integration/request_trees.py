@@ -166,7 +166,7 @@ class RequestTrees:
         if rows:
             parents = np.full((len(rows), batch.max_nodes), -1, dtype=np.int64)
             for place, row in enumerate(rows):
-                own = self.chosen_parents[req_ids[row]]
+                own = chosen[req_ids[row]]
                 parents[place, 1 : 1 + len(own)] = own
             index = async_tensor_h2d(np.array(rows), device=device)
             batch = batch.with_trees(index, async_tensor_h2d(parents, device=device), counts[index])

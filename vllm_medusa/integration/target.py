@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -54,14 +55,11 @@ def adapters_left_out(heads: list[LogitsProcessorWithLoRA]) -> Iterator[None]:
     The adapted LM head looks up the adapter of each row of a step, but heads have other rows.
     """
 
-    def forward_of(head: LogitsProcessorWithLoRA) -> Any:
-        def forward(lm_head: Any, *args: Any, **kwargs: Any) -> Any:
-            return head.base_layer(getattr(lm_head, "base_layer", lm_head), *args, **kwargs)
-
-        return forward
+    def forward(processor: LogitsProcessor, lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+        return processor(getattr(lm_head, "base_layer", lm_head), *args, **kwargs)
 
     for head in heads:
-        head.forward = forward_of(head)  # type: ignore[method-assign]
+        head.forward = partial(forward, head.base_layer)  # type: ignore[method-assign]
     try:
         yield
     finally:

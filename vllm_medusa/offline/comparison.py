@@ -134,8 +134,8 @@ def speculation(options: CompareOptions) -> dict[int | None, dict[str, Any]]:
     """The ``speculative_config`` of each possible budget, ascending; None: automatic."""
     config = medusa_config(options.heads, options.speculative_config)
     if config["method"] != "medusa":  # the drafter builds its trees itself
-        maximum, size = EagleConfig.from_speculative_config(config).grown.num_draft_tokens, "budget"
-        static = config
+        drafted = EagleConfig.from_speculative_config(config).dynamic_tree
+        maximum, size, static = drafted.num_draft_tokens, "budget", config
     else:
         info, wanted = peek_heads(options.heads), config.pop("tree", None)
         tree = resolve_tree(wanted, info.tree, info.num_heads, info.draft_vocab_size)

@@ -87,13 +87,13 @@ class Speculation(Options):
 
 def check_speculation(config: Mapping[str, Any]) -> None:
     """Check everything possible without the heads, before an engine starts."""
-    from vllm_medusa.config import GROWN_METHODS, MedusaConfig, resolve_tree  # slow
+    from vllm_medusa.config import DRAFTER_METHODS, MedusaConfig, resolve_tree  # slow
 
     if config["method"] == "medusa":
         medusa = MedusaConfig.from_speculative_config(config)
         resolve_tree(medusa.tree, max_draft_tokens=medusa.num_speculative_tokens)
-    elif "tree" in config and config["method"] in GROWN_METHODS:
-        GROWN_METHODS[config["method"]].from_speculative_config(config)
+    elif "tree" in config and config["method"] in DRAFTER_METHODS:
+        DRAFTER_METHODS[config["method"]].from_speculative_config(config)
 
 
 class PromptJob(EngineOptions, Speculation, PromptFile):

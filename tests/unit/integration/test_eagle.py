@@ -197,7 +197,7 @@ def test_other_drafters(other: Any, changes: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"budget": 7}, "'budget', which 'eagle3' needs a tree for: add \"tree\": \"dynamic\""),
+        ({"budget": 7}, "'budget', which 'eagle3' supports only with a tree: add"),
         ({"tre": "dynamic"}, "unknown key 'tre' .did you mean 'tree'.."),
     ],
 )

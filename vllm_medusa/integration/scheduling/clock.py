@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Step:
     requests: int
     limit: int  # max nodes drafted per request at its end; 0: no head runs
     prefill: bool  # whether it includes prefill
-    nodes: dict[str, int] = field(default_factory=dict)  # drafts verified, by request
+    nodes: int = 0  # drafts verified
     tokens: int = 0  # generated
 
 
@@ -41,9 +41,9 @@ class StepClock:
         return self._in_flight.popleft()
 
     def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:
-        """Record that an output was processed. None: the step has not ended, drafting follows.
+        """Record that an output was processed. Returns None: the step ends after its drafting.
 
-        Without ``more`` steps its end is not observed.
+        Without ``more`` steps, its end is not observed.
         """
         self._last = step if more else None
         return None

@@ -1,4 +1,4 @@
-"""What step costs depend on; stored costs are used only where all of it is equal."""
+"""What step costs depend on; stored costs are used only if all of it is equal."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import Any
 from vllm import envs
 from vllm.platforms import current_platform
 
-from vllm_medusa.integration import compat
-from vllm_medusa.integration.startup.options import TreeSettings, absolute
+from vllm_medusa.integration.startup.options import TreeSettings, absolute, is_for_v2
 from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.tree.dynamic import Beam
 
 
 def cost_key(config: Any) -> dict[str, str]:
     """Everything that step costs depend on, as far as known in advance."""
-    model, parallel = config.model_config, config.parallel_config
-    options = TreeSettings.of(config)
-    beam = getattr(options.tree, "pool", None)
-    found = {
+    model, options = config.model_config, TreeSettings.of(config)
+    pool = getattr(options.tree, "pool", None)
+    return {
         "target": absolute(str(model.model)),
         "revision": str(model.revision),
         "heads": options.heads or "",
@@ -28,11 +26,11 @@ def cost_key(config: Any) -> dict[str, str]:
         "quantization": str(model.quantization),
         "device": f"{current_platform.get_device_name()} {platform.machine()}",
         "threads": f"{os.cpu_count()} {envs.VLLM_CPU_OMP_THREADS_BIND}",
-        "ranks": str(parallel.tensor_parallel_size),
+        "ranks": str(config.parallel_config.tensor_parallel_size),
         "eager": str(model.enforce_eager),
         "adapters": str(config.lora_config is not None),
-        "runner": "V2" if compat.uses_v2_runner(parallel) else "V1",
+        "runner": "V2" if is_for_v2(config.speculative_config) else "V1",
         "vllm": installed_vllm()[1] or "",
-        **({"beam": str(beam)} if isinstance(beam, Beam) else {}),
+        "beam": str(pool) if isinstance(pool, Beam) else "",
+        "lookup": str(options.lookup),
     }
-    return found | {"lookup": "True"} if options.lookup else found

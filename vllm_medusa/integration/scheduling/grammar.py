@@ -116,8 +116,8 @@ def choose(
             found.survival.append(survival * min(chance, 1.0))
             place, worth = len(found.parents), found.survival[-1]
             descends = worth >= _MIN_SURVIVAL or (child is not None and children[child])
-            lowest = max(max_depth, deepest) if in_run else max_depth
-            if depth < lowest and descends and grammar.accept_tokens(_NAME, [token]):
+            bottom = max(max_depth, deepest) if in_run else max_depth
+            if depth < bottom and descends and grammar.accept_tokens(_NAME, [token]):
                 if not grammar.is_terminated():
                     descend(child, place, worth, depth + 1, worth if in_run else 0.0)
                 grammar.rollback(1)
@@ -159,10 +159,8 @@ def forced_run(
     Its first token is included at any probability, to report its survival. For the
     arguments see `choose`.
     """
-    none = Candidates([], [])
-    if max_depth < 1:
-        return none
-    found = choose(grammar, none, 1, mask, vocab_size, spelling, longest, max_depth)
+    none, first = Candidates([], []), min(max_depth, 1)
+    found = choose(grammar, none, first, mask, vocab_size, spelling, longest, max_depth)
     return found.subset(
         [
             node
@@ -242,7 +240,7 @@ def allows(mask: npt.NDArray[np.int32], token: int) -> bool:
 
 
 class Chance:
-    """Decaying rate at which a model takes the longest of a few allowed tokens."""
+    """How often a model takes the longest of a few allowed tokens, as a decaying average."""
 
     def __init__(self) -> None:
         self._hits, self._seen = 0.85 * 8.0, 8.0  # prior
@@ -254,5 +252,5 @@ class Chance:
 
     @property
     def value(self) -> float:
-        """Return the estimate."""
+        """The estimate."""
         return self._hits / self._seen

@@ -124,10 +124,10 @@ class GrammarDrafts:
             start, end = start + known, end + known
             if req_id in trees:
                 tokens, draft = drafts[req_id], pending[req_id]
-                rows[end : end + len(tokens)] = -1
                 if draft.constrained:
-                    grammar = _grammar(draft.request)
-                    fill_masks(grammar, masks, end - 1, tokens, trees[req_id])
+                    fill_masks(_grammar(draft.request), masks, end - 1, tokens, trees[req_id])
+                else:
+                    rows[end : end + len(tokens)] = -1
                 acceptable[place] = len(strip_speculative_padding(tokens))
                 end += len(tokens)
         return GrammarOutput(plain.structured_output_request_ids, rows[:end], acceptable)

@@ -26,16 +26,15 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_medusa.budget.expected_acceptance import USUAL_TAUS, ExpectedAcceptance
 from vllm_medusa.budget.policy import AutoBudget, FixedBudget
 from vllm_medusa.budget.store import CostStore
-from vllm_medusa.config import GROWN_METHODS
 from vllm_medusa.integration import compat
-from vllm_medusa.integration.drafters.draft_messages import Draft
+from vllm_medusa.integration.drafters.draft_messages import Draft, DraftMessage
 from vllm_medusa.integration.metrics import StepReport
 from vllm_medusa.integration.requests import request_config
 from vllm_medusa.integration.scheduling.clock import PipelinedClock, Step, StepClock
 from vllm_medusa.integration.scheduling.cost_key import cost_key
 from vllm_medusa.integration.scheduling.grammar_drafts import GrammarDrafts
 from vllm_medusa.integration.startup.eagle_options import beam_of, scratch_of
-from vllm_medusa.integration.startup.options import TreeSettings
+from vllm_medusa.integration.startup.options import TreeSettings, is_eagle, is_for_v2
 from vllm_medusa.tree.draft_trees import FROM_LOOKUP
 from vllm_medusa.tree.dynamic import DynamicTree
 
@@ -44,8 +43,8 @@ _SAVE_STEPS = 50  # min new steps to write
 _REPORT_STEPS = 8  # plain steps per report
 _FULL_STEPS = 32  # window of the fraction of full steps
 _FORCED_EVERY = 4  # interval of searches for forced tokens while they do not pay off
-_SEARCH_EVERY = 8  # interval of searches for copies after `_VAIN_SEARCHES` of which none was used
-_VAIN_SEARCHES = 16
+_UNUSED_SEARCHES = 16  # searches for copies without a used one after which searches are rare
+_SEARCH_EVERY = 8  # interval of rare searches
 
 
 class TreeScheduler(Scheduler):
@@ -56,7 +55,8 @@ class TreeScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.options = options = TreeSettings.of(self.vllm_config)
-        tree, on_v2 = options.tree, compat.uses_v2_runner(self.vllm_config.parallel_config)
+        speculative, tree = self.vllm_config.speculative_config, options.tree
+        on_v2 = is_for_v2(speculative)
         self.max_drafts = tree.num_draft_tokens  # per request
         self.pending: dict[str, Draft] = {}
         self.clock = PipelinedClock() if self.ahead else StepClock()
@@ -72,8 +72,8 @@ class TreeScheduler(Scheduler):
         )
         # forced runs are also drafted in steps without heads
         self.drafts_forced = not on_v2 and not isinstance(options.budget, int | None)
-        grown = self.vllm_config.speculative_config.method in GROWN_METHODS
-        self._scratch = scratch_of(beam_of(tree)) if grown else 0  # positions after the tokens
+        # KV slots after a request's tokens
+        self._scratch = scratch_of(beam_of(tree)) if is_eagle(speculative) else 0
         key = cost_key(self.vllm_config) | {"rows": str(self.max_step_rows())}
         self.costs = CostStore(Path(envs.VLLM_CACHE_ROOT) / "medusa", key, self.max_step_rows())
         self.policy = self.new_policy()
@@ -86,9 +86,10 @@ class TreeScheduler(Scheduler):
         self._requests_wait = False  # some requests wait although there are free rows
         self._has_sessions = False  # some request takes more input later
         self._forced_turn = 0
-        # A search takes the host of V1 some ms in large batches
+        # on V1, a search in a large batch takes some ms of host time
         self._may_skip_lookup = not on_v2 and options.lookup and isinstance(self.policy, AutoBudget)
-        self._vain_searches = self._skipped = 0  # since copies were used; since the last search
+        self._unused_searches = 0  # since copies were used
+        self._skipped = 0  # steps since the last search
 
     def new_policy(self) -> AutoBudget | FixedBudget | None:
         """The policy for the number of nodes; None: trees are static, and vLLM truncates them."""
@@ -132,12 +133,8 @@ class TreeScheduler(Scheduler):
         started = time.perf_counter()
         output: Any = super().schedule(*args, **kwargs)
         scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-        nodes = {req_id: len(tokens) for req_id, tokens in drafts.items()}
-        rows = output.total_num_scheduled_tokens
-        if nodes:
-            prefill = any(n != 1 + nodes.get(req_id, 0) for req_id, n in scheduled.items())
-        else:
-            prefill = rows != len(scheduled)
+        rows, nodes = output.total_num_scheduled_tokens, sum(map(len, drafts.values()))
+        prefill = rows > len(scheduled) + nodes
         full = prefill and not nodes and rows >= self.max_num_scheduled_tokens
         self._full += (full - self._full) / _FULL_STEPS
         self._requests_wait = bool(self.waiting) and rows < self.max_num_scheduled_tokens
@@ -145,7 +142,7 @@ class TreeScheduler(Scheduler):
             output.num_spec_tokens_to_schedule = self._limit(len(scheduled)) if scheduled else 0
         limit = output.num_spec_tokens_to_schedule
         if self._may_skip_lookup:
-            rarely = limit < 1 and self._vain_searches >= _VAIN_SEARCHES
+            rarely = limit < 1 and self._unused_searches >= _UNUSED_SEARCHES
             self._skipped = (self._skipped + 1) % _SEARCH_EVERY if rarely else 0
             output.skips_lookup = self._skipped > 0
         self.clock.start(Step(started, rows, len(scheduled), limit, prefill, nodes))
@@ -162,6 +159,7 @@ class TreeScheduler(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Reduce the received drafts to those that the next step verifies."""
+        assert isinstance(draft_token_ids, DraftMessage)
         if not any(draft_token_ids.draft_token_ids) and not self._needs_no_heads(draft_token_ids):
             for request in map(self.requests.get, draft_token_ids.req_ids):
                 if request is not None and request.spec_token_ids:
@@ -169,7 +167,7 @@ class TreeScheduler(Scheduler):
             self._report.chosen = 0
             if self._skipped:
                 return
-            self._vain_searches += 1
+            self._unused_searches += 1
             if isinstance(self.policy, AutoBudget) and self._looks_for_copies:
                 self.policy.acceptance.no_copies(len(draft_token_ids.req_ids))
             return
@@ -181,7 +179,7 @@ class TreeScheduler(Scheduler):
                 [*drafts.values()], len(self.running), room, prefill=prefill
             )
         self._report.chosen = sum(counts)
-        self._vain_searches = 0 if any(counts) else self._vain_searches + 1
+        self._unused_searches = 0 if any(counts) else self._unused_searches + 1
         for draft, count in zip(drafts.values(), counts, strict=True):
             draft.request.spec_token_ids = draft.token_ids[:count]
         self.pending |= drafts
@@ -195,8 +193,9 @@ class TreeScheduler(Scheduler):
     ) -> None:
         """Record the drafts that a step scheduled ahead verifies; masks encode which are valid."""
         super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
+        assert isinstance(draft_token_ids, DraftMessage)
         scheduled, parents = scheduler_output.scheduled_spec_decode_tokens, {}
-        for req_id, candidates in getattr(draft_token_ids, "candidates", {}).items():
+        for req_id, candidates in draft_token_ids.candidates.items():
             request, count = self.requests.get(req_id), len(scheduled.get(req_id, ()))
             if not count or request is None or not request.use_structured_output:
                 continue
@@ -220,8 +219,7 @@ class TreeScheduler(Scheduler):
         step = self.clock.output()
         if step.requests:  # vLLM collects its statistics in the call below
             drafted = step.limit > 0 and self.options.tree.max_depth > 0
-            nodes = sum(step.nodes.values())
-            self._report.add(step.requests, nodes, prefill=step.prefill, drafted=drafted)
+            self._report.add(step.requests, step.nodes, prefill=step.prefill, drafted=drafted)
             step.tokens = sum(map(len, model_runner_output.sampled_token_ids))
         self._learn_drafts(scheduler_output, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output)
@@ -298,20 +296,18 @@ class TreeScheduler(Scheduler):
             self.options.lookup or self.policy.acceptance.copies
         )
 
-    def _needs_no_heads(self, message: DraftTokenIds) -> bool:
+    def _needs_no_heads(self, message: DraftMessage) -> bool:
         """Whether there can be drafts although no head ran."""
-        if getattr(message, "candidates", None):
+        if message.candidates:
             return True
         return self.drafts_forced and any(r.use_structured_output for r in self.running)
 
-    def _received(self, message: DraftTokenIds) -> dict[str, Draft]:
+    def _received(self, message: DraftMessage) -> dict[str, Draft]:
         """The received drafts, of requests that can use them, filtered by grammar."""
-        survival = getattr(message, "survival", None) or itertools.repeat(())
-        sources = getattr(message, "proposed_by", {})
-        candidates = getattr(message, "candidates", {})
+        survival: Iterable[list[float]] = message.survival or itertools.repeat([])
         copies = self._looks_for_copies
         found: dict[str, Draft] = {}
-        forced_for = self._forced_for(message, candidates)
+        forced_for = self._forced_for(message)
         for req_id, tokens, values in zip(
             message.req_ids, message.draft_token_ids, survival, strict=False
         ):
@@ -322,9 +318,9 @@ class TreeScheduler(Scheduler):
             if request.is_prefill_chunk or own == 0:
                 request.spec_token_ids = []
                 continue
-            if req_id in candidates:
+            if req_id in message.candidates:
                 draft: Draft | None
-                draft = self.grammar.chosen(request, candidates[req_id], self.max_drafts)
+                draft = self.grammar.chosen(request, message.candidates[req_id], self.max_drafts)
             elif request.use_structured_output and self.drafts_forced:
                 draft = self.grammar.forced(request) if req_id in forced_for else None
                 if draft is None:
@@ -332,19 +328,20 @@ class TreeScheduler(Scheduler):
                     continue  # possible drafts are unknown
             else:
                 draft = Draft(values, request=request, token_ids=tokens)
-                draft.copied = sources.get(req_id, [0] * len(values) if copies else None)
+                unknown = [0] * len(values) if copies else None
+                draft.copied = message.proposed_by.get(req_id, unknown)
             draft.limit = self._limit_of_last
             if own is not None:
                 draft.keep(own)
             found[req_id] = draft
         return found
 
-    def _forced_for(self, message: DraftTokenIds, candidates: Any) -> Iterable[str]:
+    def _forced_for(self, message: DraftMessage) -> Iterable[str]:
         """Requests to search for forced tokens: if no head ran, and they are likely to pay off.
 
         Otherwise one request is searched occasionally, to update the estimate.
         """
-        if not self.drafts_forced or candidates or not isinstance(self.policy, AutoBudget):
+        if not self.drafts_forced or message.candidates:
             return ()
         followers = [
             name
@@ -353,6 +350,7 @@ class TreeScheduler(Scheduler):
         ]
         if not followers or not self._room()[0]:
             return ()
+        assert isinstance(self.policy, AutoBudget)
         if self.policy.forced_pay:
             return set(followers)
         self._forced_turn += 1
@@ -388,9 +386,8 @@ class TreeScheduler(Scheduler):
             return
         step, ms = ended
         if step.prefill:
-            nodes = sum(step.nodes.values())
-            prompt = step.rows - step.requests - nodes
-            self.policy.observe_prefill(prompt, nodes, step.requests, step.limit, ms)
+            prompt = step.rows - step.requests - step.nodes
+            self.policy.observe_prefill(prompt, step.nodes, step.requests, step.limit, ms)
             return
         expected = self.policy.observe(step.rows, step.requests, step.limit, ms, step.tokens)
         if expected is not None:

@@ -9,7 +9,6 @@ from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.startup.eagle_options import unsupported_by_eagle
 from vllm_medusa.integration.startup.options import (
-    ASYNC_ON_V1,
     ASYNC_SCHEDULER,
     EITHER_SCHEDULER,
     SCHEDULER,
@@ -92,8 +91,6 @@ def _unsupported(config: Any) -> Iterator[str]:
         yield f"{model.model} is an encoder-decoder model, whose cross-attention can't use trees."
     if model.runner_type != "generate":
         yield f"the runner is {model.runner_type!r}; speculation needs a generative model."
-    if getattr(model, "uses_xdrope_dim", 0):
-        yield f"{model.model} uses XD-RoPE, whose positions are not supported with trees."
     if model.is_mm_prefix_lm:
         yield f"{model.model} attends to images bidirectionally, which trees do not support yet."
     if model.attention_chunk_size is not None:
@@ -118,8 +115,6 @@ def _unsupported_on_v1(config: Any) -> Iterator[str]:
             "a feature requires vLLM's V2 model runner, but V1 was selected. Set "
             "VLLM_USE_V2_MODEL_RUNNER=1, or omit the feature."
         )
-    if config.scheduler_config.async_scheduling:
-        yield ASYNC_ON_V1
 
 
 def _unsupported_on_v2(config: Any) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.config import SpeculativeConfig
 
-from vllm_medusa.config import GROWN_METHODS, EagleConfig, MedusaConfigError
+from vllm_medusa.config import DRAFTER_METHODS, EagleConfig, MedusaConfigError
 from vllm_medusa.heads.eagle_checkpoint import (
     doubtful_layers,
     drafter_method,
@@ -46,8 +46,8 @@ def config_of_eagle(
     """The options for EAGLE or MTP, and vLLM's own config for it; see `options.prepare`."""
     settings = merged(engine_args)
     method = settings.pop("method")
-    config = GROWN_METHODS[method].from_speculative_config(settings)
-    tree, beam = config.grown, beam_of(config.grown)
+    config = DRAFTER_METHODS[method].from_speculative_config(settings)
+    tree, beam = config.dynamic_tree, beam_of(config.dynamic_tree)
     revision = config.revision
     if isinstance(config, EagleConfig):
         layout = check_checkpoint(config, method, model_config, beam.width)
@@ -215,19 +215,16 @@ def check_captured_layers(model: Any, speculative: Any) -> None:
 
 def unsupported_by_eagle(config: Any) -> Iterator[str]:
     """Yield reasons to refuse the finished config, in addition to those for heads."""
-    model, parallel, scheduler = (
-        config.model_config,
-        config.parallel_config,
-        config.scheduler_config,
-    )
+    model, scheduler = config.model_config, config.scheduler_config
+    replicas = config.parallel_config.data_parallel_size
     tree = TreeSettings.of(config).tree
     assert isinstance(tree, DynamicTree)
     beam, in_one_pass = beam_of(tree), not isinstance(tree.pool, Beam)
     scratch = scratch_of(beam)
     width = max(scratch, 1) if in_one_pass else beam.width
-    if parallel.data_parallel_size > 1 and model.is_moe:
+    if replicas > 1 and model.is_moe:
         yield (
-            f"data_parallel_size is {parallel.data_parallel_size}: replicas of a mixture of "
+            f"data_parallel_size is {replicas}: replicas of a mixture of "
             "experts run each forward pass together, but only some of them draft. Use 1."
         )
     if model.enable_prompt_embeds:

@@ -8,13 +8,13 @@ from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
-from vllm_medusa.config import GROWN_METHODS, MedusaConfigError
+from vllm_medusa.config import DRAFTER_METHODS, MedusaConfigError
 from vllm_medusa.integration.overrides import override
 from vllm_medusa.tree.forms import did_you_mean
 
 METHOD = "medusa"
 _OWN_KEYS = ("tree", "acceptance", "budget", "lookup", "shared_noise")
-_CROWDED = "Consider increasing max_num_batched_tokens"  # vLLM's error for adapters with drafts
+_TOO_FEW_TOKENS = "Consider increasing max_num_batched_tokens"  # vLLM's error for LoRA with drafts
 
 
 def install(arg_utils: ModuleType) -> None:
@@ -31,8 +31,8 @@ def _create_speculative_config(
 ) -> Any:
     speculative = _mapping(self.speculative_config)
     method = self.spec_method or speculative.get("method")
-    if method != METHOD and not (method in GROWN_METHODS and "tree" in speculative):
-        _refuse_lost_keys(speculative, method)
+    if method != METHOD and not (method in DRAFTER_METHODS and "tree" in speculative):
+        _refuse_misplaced_keys(speculative, method)
         return original(self, target_model_config, target_parallel_config)
     from vllm_medusa.integration import metrics, requests, stopping
     from vllm_medusa.integration.startup.eagle_options import config_of_eagle
@@ -54,10 +54,10 @@ def _mapping(value: Any) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _refuse_lost_keys(speculative: Mapping[str, Any], method: str | None) -> None:
+def _refuse_misplaced_keys(speculative: Mapping[str, Any], method: str | None) -> None:
     """Refuse our keys, also misspelled, or a misspelled "medusa", with another method."""
     ours = [key for key in _OWN_KEYS if key in speculative]
-    if method in GROWN_METHODS:
+    if method in DRAFTER_METHODS:
         from vllm.config import SpeculativeConfig
 
         known = {each.name for each in fields(SpeculativeConfig)}
@@ -66,8 +66,8 @@ def _refuse_lost_keys(speculative: Mapping[str, Any], method: str | None) -> Non
                 raise MedusaConfigError(f"speculative_config has an unknown key {key!r}{guess}.")
         if ours:
             raise MedusaConfigError(
-                f"speculative_config has {', '.join(map(repr, ours))}, which {method!r} needs a "
-                'tree for: add "tree": "dynamic".'
+                f"speculative_config has {', '.join(map(repr, ours))}, which {method!r} supports "
+                'only with a tree: add "tree": "dynamic".'
             )
     if ours or (method is not None and method.strip().lower() == METHOD):
         found = f"method is {method!r}" if method else "no method is set"
@@ -83,7 +83,7 @@ def _create_engine_config(
     try:
         config = original(self, *args, **kwargs)
     except ValueError as error:
-        if not (self.enable_lora and _CROWDED in str(error)):
+        if not (self.enable_lora and _TOO_FEW_TOKENS in str(error)):
             raise
         if METHOD not in (self.spec_method, (self.speculative_config or {}).get("method")):
             raise

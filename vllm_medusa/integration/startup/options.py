@@ -19,7 +19,7 @@ from vllm.config import SpeculativeConfig
 from vllm.config.utils import config as config_class
 
 from vllm_medusa.config import (
-    GROWN_METHODS,
+    DRAFTER_METHODS,
     AcceptanceConfig,
     MedusaConfig,
     MedusaConfigError,
@@ -36,10 +36,6 @@ from vllm_medusa.tree import MAX_NODES, TokenTree
 from vllm_medusa.tree.dynamic import BEAM_WIDTH, MOST_DRAFTS, Beam, DynamicTree, widest_pool
 
 KEY = "medusa"
-ASYNC_ON_V1 = (
-    "async scheduling is not supported on vLLM's V1 model runner. Disable "
-    "it, or use the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
-)
 DRAFTER = "vllm_medusa.integration.drafters.medusa_drafter.MedusaDrafter"
 V1_WORKER = "vllm_medusa.integration.v1.worker.MedusaCPUWorker"
 V2_WORKER = "vllm_medusa.integration.v2.worker.MedusaWorker"
@@ -93,7 +89,7 @@ def has_trees(speculative_config: Any) -> bool:
 
 def is_eagle(speculative_config: Any) -> bool:
     """Whether it is vLLM's config of an EAGLE drafter, or an MTP module, with our trees."""
-    return has_trees(speculative_config) and speculative_config.method in GROWN_METHODS
+    return has_trees(speculative_config) and speculative_config.method in DRAFTER_METHODS
 
 
 def is_for_v2(speculative_config: Any) -> bool:
@@ -112,7 +108,6 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 
     def __post_init__(self) -> None:
         """Use the target's configs for the draft: heads have no config that vLLM can read."""
-        self.prompt_lookup_max = self.prompt_lookup_min = 0
         self.draft_model_config = self.target_model_config
         self.draft_parallel_config = self.target_parallel_config
 
@@ -148,7 +143,10 @@ def prepare(
     on_v2 = compat.uses_v2_runner(parallel_config)
     compat.refuse_unsupported_platform(on_v2)
     if engine_args.async_scheduling and not on_v2:  # vLLM would refuse it without a remedy
-        raise MedusaConfigError(ASYNC_ON_V1)
+        raise MedusaConfigError(
+            "async scheduling is not supported on vLLM's V1 model runner. Disable it, or use the "
+            "V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
+        )
     if compat.on_cuda():
         choose_triton_attention(engine_args)
 
@@ -197,10 +195,9 @@ def config_of_heads(
 def resolve(config: MedusaConfig, model_config: Any) -> TreeSettings:
     """Inspect the heads, check them against the target and choose the tree."""
     if config.lookup and config.model is None:
-        none = DynamicTree(TokenTree(()), _max_drafts(config) + 1)
-        return TreeSettings(
-            None, None, none, config.acceptance, config.budget or "auto", lookup=True
-        )
+        tree: TokenTree | DynamicTree = DynamicTree(TokenTree(()), _max_drafts(config) + 1)
+        budget = config.budget or "auto"
+        return TreeSettings(None, None, tree, config.acceptance, budget, lookup=True)
     source = config.model or model_config.model
     try:
         info = peek_heads(source, revision=config.revision)
@@ -215,7 +212,6 @@ def resolve(config: MedusaConfig, model_config: Any) -> TreeSettings:
     require_fit(info, model_config.get_hidden_size(), model_config.get_vocab_size())
     compare_targets(info.files, model_config)
     vocab_size = info.draft_vocab_size or model_config.get_vocab_size()
-    tree: TokenTree | DynamicTree
     if config.tree is None:
         tree = _dynamic(config, info, vocab_size)
     else:

@@ -1,9 +1,9 @@
 """Measure step times at start-up: dummy requests run through our scheduler and the runner.
 
-So the cost of drafts is known before the first request. The duration is limited: results are
-stored for `TreeScheduler`, and later engines of the same kind only update them, in less time. Costs
-measured under other load overestimate the cost of drafts, and while drafting is off this is
-corrected only slowly.
+So the cost of drafts is known before the first request. Costs measured under other load
+overestimate the cost of drafts, and while drafting is off this is corrected only slowly. The
+duration is limited: costs are stored for `TreeScheduler`, and later engines of the same kind only
+update them, in less time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_medusa.budget.expected_acceptance import Drafted, ExpectedAcceptance
-from vllm_medusa.budget.policy import AutoBudget, best
+from vllm_medusa.budget.expected_acceptance import ExpectedAcceptance
+from vllm_medusa.budget.policy import AutoBudget
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.drafters.draft_messages import Draft
 from vllm_medusa.integration.scheduling.scheduler import TreeScheduler
@@ -35,9 +35,10 @@ from vllm_medusa.integration.startup.options import TreeSettings
 SECONDS = 10.0  # no step starts later; the slow first step is not counted
 AGAIN = 0.3  # fraction of SECONDS if costs are known from an earlier start
 _PROMPT = (0, 1)
-# Requests, and their draft nodes, coarse first, each in two consecutive steps: the first with so
-# many rows is slow, and so is the first tree after plain steps, or vice versa. Negative: so many
-# are drafted, and none verified, which separates the time of drafting from that of rows.
+# (requests, draft nodes of each), coarse first. Each number of nodes is run in two consecutive
+# steps, because the first step with a new number of rows is slow, and so is the first one with a
+# tree after plain steps, and vice versa. -n: n nodes are drafted and none is verified, which
+# separates the time of drafting from that of rows.
 _PLAN = (
     (1, (0, 4, 2, 8)),
     (4, (0, 2, 4)),
@@ -52,11 +53,11 @@ _PLAN = (
     (16, (4, 3)),
     (32, (0, 1, 2)),
 )
-_FEW, _TURNS = 2, 3  # up to this number of requests, steps are timed three times
+_FEW, _REPEATS = 2, 3  # up to `_FEW` requests, steps are timed `_REPEATS` times
 
 
-class _Script(AutoBudget):
-    """Verifies a scripted number of nodes, and records the times."""
+class _ScriptedBudget(AutoBudget):
+    """Verifies a given number of nodes, and records the times."""
 
     nodes = 0  # per request in the next step, as in `_PLAN`
     learns = False
@@ -65,25 +66,27 @@ class _Script(AutoBudget):
         return min(abs(self.nodes), self.max_drafts)
 
     def counts(
-        self, drafts: Sequence[Drafted], requests: int, room: int, *, prefill: bool = False
+        self, drafts: Sequence[Any], requests: int, room: int, *, prefill: bool = False
     ) -> list[int]:
-        return best([draft.survival for draft in drafts], min(max(self.nodes, 0) * requests, room))
+        nodes = min(max(self.nodes, 0), room // max(requests, 1))
+        return [min(nodes, len(draft.token_ids)) for draft in drafts]
 
     def observe(self, rows: int, requests: int, limit: int, ms: float, tokens: float = 0.0) -> None:
         if self.learns:
             self.cost.observe(rows, requests, int(self.planner.work(limit)), ms)
 
 
-class _Practice(TreeScheduler):
-    """The scheduler with a scripted policy; stores nothing."""
+class _TimingScheduler(TreeScheduler):
+    """The scheduler with a scripted budget; stores nothing."""
 
-    policy: _Script
+    policy: _ScriptedBudget
 
-    def new_policy(self) -> _Script:
+    def new_policy(self) -> _ScriptedBudget:
         known = super().new_policy()
         assert isinstance(known, AutoBudget)
         self.known_steps = known.cost.steps
-        return _Script(known.cost, ExpectedAcceptance(), self.max_drafts, known.planner.top_limit)
+        top_limit = known.planner.top_limit
+        return _ScriptedBudget(known.cost, ExpectedAcceptance(), self.max_drafts, top_limit)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Use chains of arbitrary tokens as drafts if there are no heads."""
@@ -116,7 +119,7 @@ def measure_step_costs(worker: Any) -> None:
     _run(worker, scheduler, 1, (), math.inf)
     begun = time.perf_counter()
     plan = [run for run in _PLAN if run[0] <= scheduler.max_num_running_reqs]
-    plan += [run for run in plan if run[0] <= _FEW] * (_TURNS - 1)
+    plan += [run for run in plan if run[0] <= _FEW] * (_REPEATS - 1)
     for requests, nodes in plan:
         if not _run(worker, scheduler, requests, nodes, begun + seconds):
             break
@@ -134,7 +137,7 @@ def measure_step_costs(worker: Any) -> None:
         compat.logger.warning("Step costs can't be stored: %s", problem)
 
 
-def _scheduler(worker: Any) -> _Practice:
+def _scheduler(worker: Any) -> _TimingScheduler:
     """A scheduler for the engine's config, without external connections."""
     kv_cache_config = generate_scheduler_kv_cache_config([worker.model_runner.kv_cache_config])
     config = copy.copy(worker.vllm_config)
@@ -145,7 +148,7 @@ def _scheduler(worker: Any) -> _Practice:
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.scheduler_config.async_scheduling = False
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
-    return _Practice(
+    return _TimingScheduler(
         config,
         kv_cache_config,
         StructuredOutputManager(config),
@@ -154,18 +157,18 @@ def _scheduler(worker: Any) -> _Practice:
     )
 
 
-def _agreed(wish: bool) -> bool:
-    """Broadcast the first rank's value."""
+def _agreed(value: bool) -> bool:
+    """The first rank's value, on all ranks."""
     group = get_tp_group()
-    return wish if group.world_size == 1 else bool(group.broadcast_object(wish, src=0))
+    return value if group.world_size == 1 else bool(group.broadcast_object(value, src=0))
 
 
 def _run(
-    worker: Any, scheduler: _Practice, requests: int, nodes: tuple[int, ...], end: float
+    worker: Any, scheduler: _TimingScheduler, requests: int, nodes: tuple[int, ...], end: float
 ) -> bool:
-    """Run one step per entry of ``nodes``; returns False when time is up."""
+    """Run and time the steps of an entry of `_PLAN`; returns False when time is up."""
     script = scheduler.policy
-    names = [f"medusa-practice-{index}" for index in range(requests)]
+    names = [f"medusa-timing-{index}" for index in range(requests)]
     maximum = scheduler.max_model_len - len(_PROMPT)
     if maximum < 1:
         return False  # nothing to decode
@@ -178,23 +181,23 @@ def _run(
         script.nodes = 0
         _step(worker, scheduler)
         in_time = _agreed(time.perf_counter() < end)
-    before, teaches = None, False
+    before, is_timed = None, False
     repeated = [count for count in nodes for _ in range(2 if count >= 0 else 3)]
     for now, script.nodes in pairwise((*repeated, 0)):
         if not in_time or not scheduler.running:
             break
-        script.learns = teaches  # the time of a step is known when the next one starts
+        script.learns = is_timed  # the time of a step is known when the next one starts
         _step(worker, scheduler)
-        teaches = before == now and (now >= 0 or script.nodes == now)
+        is_timed = before == now and (now >= 0 or script.nodes == now)
         before = now
         in_time = _agreed(time.perf_counter() < end)
     scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
-    script.learns, script.nodes = teaches, 0
+    script.learns, script.nodes = is_timed, 0
     _step(worker, scheduler)  # removes them from the runner
     return in_time
 
 
-def _step(worker: Any, scheduler: _Practice) -> None:
+def _step(worker: Any, scheduler: _TimingScheduler) -> None:
     """One step, as in vLLM's engine core (v1/engine/core.py, `step` and `post_step`)."""
     plan = scheduler.schedule()
     output = worker.execute_model(plan)
