@@ -132,7 +132,7 @@ def test_without_rounds_plain_answers_once_and_tasks_are_merged(options, monkeyp
     assert every["steps"] == a["steps"] + b["steps"] and every["tau"] == pytest.approx(a["tau"])
 
 
-def test_an_arm_s_environment_is_restored(options, monkeypatch, tmp_path):
+def test_the_environment_of_an_arm_is_restored(options, monkeypatch, tmp_path):
     before = dict(engines.os.environ)
     monkeypatch.setattr(engines, "_OPENMP", "none")
     own = replace(options, cores=(0, 1))

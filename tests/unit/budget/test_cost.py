@@ -8,7 +8,7 @@ from vllm_medusa.budget.store import CostStore
 
 
 def curve(rows: float, requests: int, limit: int) -> float:
-    """Rows from 16 on are expensive; heads, in proportion to their limit, and trees add to it."""
+    """Rows beyond 16 cost more; heads (in proportion to their limit) and trees add to it."""
     base = 20.0 * (1 + 0.01 * rows + 0.03 * max(0.0, rows - 16))
     return base + limit * (1.0 + 0.1 * requests) + (rows > requests) * 2.0
 

@@ -70,12 +70,10 @@ class Record:
     def speed(self, start: int = 0, stop: int | None = None) -> float:
         return sum(self.tokens[start:stop]) / sum(self.ms[start:stop])
 
-    def against(self, other: Record, start: int = 0, window: int = 100) -> float:
-        """Mean over windows of the speed relative to another record, for any load in each."""
-        stops = range(start, len(self.ms), window)
-        return float(
-            np.mean([self.speed(i, i + window) / other.speed(i, i + window) for i in stops])
-        )
+    def against(self, other: Record) -> float:
+        """Mean over windows of 100 steps of the speed relative to another record."""
+        windows = [(start, start + 100) for start in range(0, len(self.ms), 100)]
+        return float(np.mean([self.speed(*each) / other.speed(*each) for each in windows]))
 
 
 def drafts(rng: np.random.Generator, requests: int, sure: float) -> np.ndarray:
@@ -87,12 +85,12 @@ def drafts(rng: np.random.Generator, requests: int, sure: float) -> np.ndarray:
     return -np.sort(-every, axis=1)[:, :NODES]
 
 
-def serve(server: Server, steps: int, arm: int | AutoBudget, seed: int = 0) -> Record:
+def serve(server: Server, steps: int, arm: int | AutoBudget) -> Record:
     """Run a number of steps with a fixed number of nodes per request, or with a policy.
 
     A policy that is ``even`` is called as by an asynchronous scheduler.
     """
-    rng, noise = np.random.default_rng(seed), np.random.default_rng(seed + 1)
+    rng, noise = np.random.default_rng(0), np.random.default_rng(1)
     record, survival, limit = Record(), None, 0
     policy = arm if isinstance(arm, AutoBudget) else None
     for step in range(steps):

@@ -332,15 +332,8 @@ class TestOnGpu(Cases):
         out = torch.zeros_like(case.query)
 
         def step():
-            launch.paged_tree_attention(
-                case.query,
-                case.key_cache,
-                case.value_cache,
-                batch,
-                case.scale,
-                out=out,
-                **case.options,
-            )
+            given = case.query, case.key_cache, case.value_cache, batch, case.scale
+            launch.paged_tree_attention(*given, out=out, **case.options)
 
         step()
         batch.seq_lens.fill_(1)
@@ -401,11 +394,10 @@ def test_a_call_creates_and_reads_no_tensor():
             return func(*args, **(kwargs or {}))
 
     case = make_case(MIXED, splits=3, sinks=True, window=9, dtype=F16, kv_dtype=FP8_DTYPES[0])
-    caches, out = (case.key_cache, case.value_cache), torch.empty_like(case.query)
+    given = case.query, case.key_cache, case.value_cache, case.batch, case.scale
+    out = torch.empty_like(case.query)
     with compiling(90), Record():
-        launch.paged_tree_attention(
-            case.query, *caches, case.batch, case.scale, out=out, **case.options
-        )
+        launch.paged_tree_attention(*given, out=out, **case.options)
     assert set(called) <= {"aten.view.dtype", "aten.detach.default"}
 
 
