@@ -19,10 +19,10 @@ def text(token_ids, generated, key=None):
     return Record(0, 1, "", tuple(token_ids), tuple(generated), 0.8, group=key)
 
 
-def random_texts(count=9):
+def random_texts():
     rng = np.random.default_rng(0)
     texts = []
-    for _ in range(count):
+    for _ in range(9):
         ids = rng.integers(2, VOCAB, rng.integers(14, 40)).tolist()
         middle = len(ids) // 2
         texts.append(text(ids, [(2, middle - 1), (middle, len(ids))]))

@@ -193,7 +193,7 @@ def test_ropes_and_activations(config: dict[str, Any], reason: str | None, tmp_p
     assert reason is None or reason in found[0]
 
 
-def test_an_old_rope_theta_beside_new_parameters(tmp_path: Path) -> None:
+def test_an_old_rope_theta_beside_new_parameters() -> None:
     config = SimpleNamespace(rope_theta=500.0, rope_parameters={"rope_type": "default"})
     assert EagleShape.of(config, LAYERS, 64, 512).rope_theta == 500.0
 

@@ -20,11 +20,11 @@ CONFIG = {
 }  # fmt: skip
 
 
-def weights(prefix="model.", dtype=torch.bfloat16):
+def weights(prefix="model."):
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator).bfloat16()
 
     tensors = {f"{prefix}embed_tokens.weight": normal(VOCAB, HIDDEN)}
     for layer in range(LAYERS):

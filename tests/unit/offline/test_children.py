@@ -27,8 +27,8 @@ except KeyboardInterrupt:
 """
 
 
-def wait_for(condition: object, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
+def wait_for(condition: object) -> None:
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
