@@ -297,7 +297,7 @@ def test_servers_get_only_flags_that_vllm_knows():
 
 
 def test_a_server_binds_its_own_workers(monkeypatch):
-    """The workers of a server that is bound itself inherit its main thread's one core."""
+    """If a server process is bound, its workers inherit its main thread's single core."""
     seen = {}
 
     def child(*_):

@@ -260,14 +260,11 @@ def test_all_outputs_may_be_overwritten_also_through_a_link(adapt, tmp_path, the
 
 
 def lines(prompts: int, samples: int = 2, **more: Any) -> list[dict[str, Any]]:
+    row = {"generated": [[3, 6]], "temperature": 0.7, **more}
     return [
-        {
-            "index": n,
-            "request_id": f"r{n}",
-            "token_ids": [5, n // samples, 7, 8, 20 + n % samples, 3],
-        }
-        | {"generated": [[3, 6]], "temperature": 0.7, **more}
-        for n in range(prompts * samples)
+        row | {"index": p * samples + s, "request_id": f"r{p}", "token_ids": [5, p, 7, 8, 9 + s, 3]}
+        for p in range(prompts)
+        for s in range(samples)
     ]
 
 

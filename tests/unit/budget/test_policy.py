@@ -226,7 +226,7 @@ def test_drafting_ends_where_it_is_slower_than_expected():
     assert policy.expected_ratio < 1  # the measured one, in a pause
 
 
-def test_trials_cost_less_than_a_hundredth():
+def test_trials_cost_less_than_one_percent():
     server = Server(steep, batch(8), lambda step: 0.1, noise=0.05)
     policy = new_policy()
     record, plain = serve(server, 2 * STEPS, policy), serve(server, 2 * STEPS, 0)
@@ -275,7 +275,7 @@ def test_wrong_tables_are_corrected(name, wrong):
 
 
 def test_every_other_trial_is_of_plain_steps():
-    """And the first after a change of the machine: it may be one of steps with drafts alone."""
+    """So is the first after a change of the machine, which may affect only steps with drafts."""
     policy, tried = policy_at(0.001), []
     for _ in range(800):
         before = policy.trials

@@ -235,8 +235,6 @@ def test_additional_keys_in_configs(other: Any, tmp_path: Path, changes: dict[st
 
 
 def test_the_intended_runner(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_medusa.integration import compat
-
     assert not is_for_v2(config().speculative_config)
     monkeypatch.setattr(compat, "uses_v2_runner", lambda _: True)
     with pytest.raises(MedusaConfigError, match="fell back to its V1 model runner"):

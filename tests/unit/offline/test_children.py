@@ -19,7 +19,7 @@ import signal, sys
 from pathlib import Path
 from support import jobs
 from vllm_medusa.offline.children import run_in_process
-signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell's background ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 try:
     run_in_process(jobs.sleep, Path(sys.argv[1]), log=Path(sys.argv[2]))
 except KeyboardInterrupt:
