@@ -132,7 +132,7 @@ def test_without_rounds_plain_answers_once_and_tasks_are_merged(options, monkeyp
     assert every["steps"] == a["steps"] + b["steps"] and every["tau"] == pytest.approx(a["tau"])
 
 
-def test_an_arm_s_environment_is_restored(options, monkeypatch, tmp_path):
+def test_the_environment_of_an_arm_is_restored(options, monkeypatch, tmp_path):
     before = dict(engines.os.environ)
     monkeypatch.setattr(engines, "_OPENMP", "none")
     own = replace(options, cores=(0, 1))
@@ -297,7 +297,7 @@ def test_servers_get_only_flags_that_vllm_knows():
 
 
 def test_a_server_binds_its_own_workers(monkeypatch):
-    """The workers of a server that is bound itself inherit its main thread's one core."""
+    """If a server process is bound, its workers inherit its main thread's single core."""
     seen = {}
 
     def child(*_):

@@ -68,8 +68,8 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def prompt(seed: int = 0, length: int = 7) -> Tensor:
-    return torch.randint(1, VOCAB, (length,), generator=seeded(seed))
+def prompt(seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCAB, (7,), generator=seeded(seed))
 
 
 @torch.inference_mode()

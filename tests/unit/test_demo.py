@@ -49,23 +49,13 @@ def run(tmp_path):
     return run
 
 
-def terminal(height: int = 30) -> Console:
-    return Console(
-        file=io.StringIO(), width=100, height=height, force_terminal=True, color_system=None
-    )
-
-
 def test_equal_tokens_exit_with_0(run, capsys):
     assert run(RECORDING) == 0
     shown = capsys.readouterr().out
     assert "IDENTICAL: all 42 tokens of 6 answers" in shown
-    rows = [
-        " ".join(re.findall(r"[\w.>/-]+", line)) for line in shown.splitlines() if "3/3" in line
-    ]
-    assert rows == [
-        "T 0 10.0 14.0 1.40x 2.00 18 -> 9 3/3",
-        "T 0.7 10.0 14.0 1.40x 2.00 18 -> 9 3/3",
-    ]
+    rows = [re.findall(r"[\w.>/-]+", line) for line in shown.splitlines() if "3/3" in line]
+    figures = ["10.0", "14.0", "1.40x", "2.00", "18", "->", "9", "3/3"]
+    assert rows == [["T", temperature, *figures] for temperature in ("0", "0.7")]
     assert "a«bc»d«e»fg" in shown and "prompt 0" in shown
 
 
@@ -124,7 +114,8 @@ def test_a_drafter_that_does_not_fit_starts_no_engine(tmp_path, monkeypatch, cap
 
 
 def shown_at(clock: float) -> str:
-    console = terminal()
+    size = {"width": 100, "height": 30}
+    console = Console(file=io.StringIO(), **size, force_terminal=True, color_system=None)
     console.print(frame(console, RUN, clock, "eagle3"))
     return console.file.getvalue()
 

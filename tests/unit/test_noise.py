@@ -100,7 +100,7 @@ def mean_accepted(results: list[DecodeResult]) -> float:
 def test_more_drafts_are_accepted_and_no_token_changes(
     sampled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative controls: other noise loses the gain, not the tokens; noise drawn early does."""
+    """Negative controls: other noise loses only the gain; noise drawn early changes tokens."""
     without, shared = sampled(shared_noise=False), sampled()
     tokens = [result.token_ids for result in without]
     assert [result.token_ids for result in shared] == tokens

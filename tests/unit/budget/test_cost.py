@@ -8,18 +8,18 @@ from vllm_medusa.budget.store import CostStore
 
 
 def curve(rows: float, requests: int, limit: int) -> float:
-    """Rows from 16 on are expensive; heads, in proportion to their limit, and trees add to it."""
+    """Rows beyond 16 cost more; heads (in proportion to their limit) and trees add to it."""
     base = 20.0 * (1 + 0.01 * rows + 0.03 * max(0.0, rows - 16))
     return base + limit * (1.0 + 0.1 * requests) + (rows > requests) * 2.0
 
 
-def learned(steps: int = 400, noise: float = 0.05, seed: int = 0) -> StepCost:
-    cost, rng = StepCost(64), np.random.default_rng(seed)
+def learned(steps: int = 400) -> StepCost:
+    cost, rng = StepCost(64), np.random.default_rng(0)
     for _ in range(steps):
         requests = int(rng.choice([1, 2, 4, 8]))
         limit = int(rng.integers(2))
         rows = requests * int(rng.integers(1, 5)) if limit else requests
-        ms = curve(rows, requests, limit) * float(np.exp(rng.normal(0, noise)))
+        ms = curve(rows, requests, limit) * float(np.exp(rng.normal(0, 0.05)))
         cost.observe(rows, requests, limit, ms)
     return cost
 

@@ -6,21 +6,19 @@ import pytest
 from vllm_medusa.budget.expected_acceptance import Drafted, ExpectedAcceptance
 
 
-def drafts(rng: np.random.Generator, requests: int, nodes: int = 8) -> np.ndarray:
-    """[requests, nodes] survivals, best first."""
-    return -np.sort(-(rng.random((requests, nodes)) ** 3), axis=1)
+def drafts(rng: np.random.Generator, requests: int) -> np.ndarray:
+    """[requests, 8] survivals, best first."""
+    return -np.sort(-(rng.random((requests, 8)) ** 3), axis=1)
 
 
-def trained(
-    steps: int, factor: float = 1.0, kind: int = 0, verified: int = 8
-) -> ExpectedAcceptance:
+def trained(steps: int, factor: float = 1.0, verified: int = 8) -> ExpectedAcceptance:
     """For 8 requests; a node is accepted ``factor`` times as often as its survival."""
     rng, acceptance = np.random.default_rng(0), ExpectedAcceptance()
     for _ in range(steps):
         survival = drafts(rng, 8)
         chances = (factor * survival[:, :verified]).clip(0, 1)
         accepted = (rng.random((8, verified)) < chances).sum(1)
-        acceptance.observe([Drafted(row, kind) for row in survival], [verified] * 8, accepted)
+        acceptance.observe([Drafted(row) for row in survival], [verified] * 8, accepted)
     return acceptance
 
 

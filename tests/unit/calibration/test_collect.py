@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -11,24 +9,20 @@ from vllm_medusa.files import Run
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import Progress
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training.rows import IGNORED, Texts
 
 VOCAB, HIDDEN, HEADS, END = 19, 8, 3, 1
 
 
-def text(token_ids, generated, temperature=0.8, key=None):
-    return SimpleNamespace(
-        token_ids=tuple(token_ids),
-        generated=tuple(generated),
-        temperature=temperature,
-        prompt_key=key or str(token_ids[: generated[0][0]]),
-    )
+def text(token_ids, generated, key=None):
+    return Record(0, 1, "", tuple(token_ids), tuple(generated), 0.8, group=key)
 
 
-def random_texts(count=9):
+def random_texts():
     rng = np.random.default_rng(0)
     texts = []
-    for _ in range(count):
+    for _ in range(9):
         ids = rng.integers(2, VOCAB, rng.integers(14, 40)).tolist()
         middle = len(ids) // 2
         texts.append(text(ids, [(2, middle - 1), (middle, len(ids))]))

@@ -1,7 +1,6 @@
 """What trees accept on calibrated texts, and the search for the best tree."""
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from vllm_medusa.calibration.observations import NO_LABEL
 from vllm_medusa.calibration.walks import Walks, walk_taus, walked_tree
 from vllm_medusa.decode import decode
 from vllm_medusa.files import Run
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training.target import Target
 from vllm_medusa.tree import TokenTree
 
@@ -178,9 +178,8 @@ def test_walks_of_the_targets_own_text_equal_decoding(tmp_path, temperature):
         options = {"temperature": temperature, "generator": generator, "eos_token_id": 1}
         result = decode(model, heads, tree, torch.tensor(ids), 60, **options)
         tokens = (*ids, *result.token_ids)
-        span = (len(ids), len(tokens))
-        texts.append(SimpleNamespace(token_ids=tokens, generated=(span,), temperature=temperature))
-        texts[-1].prompt_key = str(number)
+        spans = ((len(ids), len(tokens)),)
+        texts.append(Record(number, 1, "", tokens, spans, temperature))
         accepted.append(result.accepted_per_step)
 
     with Run(tmp_path / "part", {}, of=tmp_path) as run:

@@ -112,19 +112,12 @@ def test_commands_recognize_a_drafters_folder(tmp_path):
     drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (1, 2, 3)).save(tmp_path / "e")
     own = {"method": "eagle3", "model": drafter, "tree": "dynamic"}
     assert medusa_config(drafter) == own
-    assert medusa_config(drafter, {"tree": "chain", "budget": 4}) == own | {
-        "tree": "chain",
-        "budget": 4,
-    }
+    more = {"tree": "chain", "budget": 4}
+    assert medusa_config(drafter, more) == own | more
     assert medusa_config(str(tmp_path))["method"] == "medusa"
     Speculation(speculative_model=drafter, speculative_config={"tree": {"width": 4}})
     with pytest.raises(ValueError, match="width"):
         Speculation(speculative_model=drafter, speculative_config={"tree": "mc_sim_7b_63"})
-    options = CompareOptions(
-        target="t",
-        heads=drafter,
-        prompts=tmp_path,
-        budgets=(80, 4, 60),
-        speculative_config={"tree": {"depth": 1}},
-    )
+    more = {"budgets": (80, 4, 60), "speculative_config": {"tree": {"depth": 1}}}
+    options = CompareOptions(target="t", heads=drafter, prompts=tmp_path, **more)
     assert [*speculation(options)] == [4, 10, None]

@@ -45,12 +45,8 @@ def test_records_and_their_origin(prompts, tmp_path, engine, capfd):
     assert f"{generated} tokens in" in said(capfd)
     manifest = json.loads((tmp_path / "r.jsonl.run/run.json").read_text())
     assert manifest["provenance"]["data"][0]["file"] == "prompts.jsonl"
-    assert manifest["settings"]["texts"] == {
-        "samples": 3,
-        "temperatures": [0.5, 1.0],
-        "self_talk": False,
-        "turns": 2,
-    }
+    texts = {"samples": 3, "temperatures": [0.5, 1.0], "self_talk": False, "turns": 2}
+    assert manifest["settings"]["texts"] == texts
 
 
 def test_an_interrupted_job_resumes_to_the_same_records(prompts, tmp_path, engine, capfd):

@@ -41,17 +41,8 @@ def test_one_line_for_each_prompt(arguments, tmp_path, capfd):
 def test_options_reach_the_engine(arguments, engine):
     config = {"tree": {"dense": [3, 2]}, "acceptance": "typical", "num_speculative_tokens": 5}
     options = ["--speculative-model", "heads", "--speculative-config", json.dumps(config)]
-    options += [
-        "--temperature",
-        "0.7",
-        "--seed",
-        "3",
-        "--engine-args",
-        '{"enforce_eager": true}',
-        "--stop",
-        "a",
-        "b",
-    ]
+    options += ["--temperature", "0.7", "--seed", "3", "--stop", "a", "b"]
+    options += ["--engine-args", '{"enforce_eager": true}']
     assert run(*arguments, *options) == 0
     ((settings, sampling, extra),) = engine.built
     assert settings["speculative_config"] == {"method": "medusa", "model": "heads", **config}

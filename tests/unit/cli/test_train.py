@@ -83,7 +83,7 @@ def test_held_out_texts_are_stored_with_the_heads(trained, data):
         assert record == replace(source, line=record.line)
 
 
-def test_the_heads_state_their_origin(trained, data):
+def test_the_heads_state_their_origin(trained):
     heads, info = load_heads(trained, hidden_size=64, vocab_size=512)
     assert heads.num_heads == 2 and heads.shared_lm_head and info.dtype == torch.bfloat16
     about = json.loads((trained / "config.json").read_text())["medusa"]

@@ -165,7 +165,7 @@ def test_heads_of_a_full_medusa_2_model(target, full, read, tmp_path):
     assert all(target_fingerprint(path)["sha256"] == known for path in (target[0], full))
 
 
-def test_only_heads_are_replaced_and_only_with_overwrite(native, read, tmp_path):
+def test_only_heads_are_replaced_and_only_with_overwrite(native, tmp_path):
     source, out = native(), tmp_path / "out"
     convert(source, "v1", out)
     with pytest.raises(HeadsError, match="--overwrite"):

@@ -84,10 +84,8 @@ def test_eagle_1_has_no_first_norm(tmp_path: Path) -> None:
     model = SimpleNamespace(get_input_embeddings=lambda: weights, lm_head=weights)
     folder = Path(Eagle1(model).save(tmp_path))
     found = inspect_eagle(folder)
-    assert found.fits and (found.drafter.kind, found.drafter.layout) == (
-        "EAGLE-1 or 2",
-        "SafeAILab",
-    )
+    assert found.fits and found.drafter.kind == "EAGLE-1 or 2"
+    assert found.drafter.layout == "SafeAILab"
     norm = {"layers.0.input_layernorm.weight": torch.ones(64)}
     (text,) = problems(rewritten(folder, {}, **norm))
     assert 'it has "layers.0.input_layernorm.weight", which vLLM does not read' in text
@@ -120,9 +118,8 @@ def test_p_eagle(tmp_path: Path) -> None:
     ids: dict[str, Any] = {"mask_token_id": None, "ptd_token_id": 7}
     assert rewritten(folder, ids).drafter.mask_token == 7
     (text,) = problems(rewritten(saved(tmp_path / "plain", "plain"), {"mask_token_id": 3}))
-    assert (
-        'it has no "mask_hidden" [192]' in text and "remove the mask token (mask_token_id" in text
-    )
+    assert 'it has no "mask_hidden" [192]' in text
+    assert "remove the mask token (mask_token_id" in text
     for token in (None, 512, "x"):
         (text,) = problems(rewritten(folder, {"ptd_token_id": token}))
         assert f"(mask_token_id, pard_token, ptd_token_id) is {token}. Set" in text
@@ -134,10 +131,8 @@ def test_more_layers_and_biases(tmp_path: Path) -> None:
     """Deeper layers read only states; Llama's layer has a bias at each of its projections."""
     found = rewritten(saved(tmp_path, "plain"), {"num_hidden_layers": 2, "attention_bias": True})
     absent = [text.split('"')[1] for text in problems(found)]
-    assert len(absent) == 4 + 9 + 4 and "layers.1.input_layernorm.weight" in absent
-    assert (
-        "layers.1.hidden_norm.weight" not in absent and "layers.0.self_attn.o_proj.bias" in absent
-    )
+    assert len(absent) == 4 + 9 + 4 and "layers.1.hidden_norm.weight" not in absent
+    assert {"layers.1.input_layernorm.weight", "layers.0.self_attn.o_proj.bias"} <= {*absent}
     layout = Layout.read(find_checkpoint(tmp_path))
     assert layout.tensors()["layers.1.self_attn.q_proj.weight"].shape == (128, 64)
     types = ["full_attention", "sliding_attention"]
@@ -147,14 +142,11 @@ def test_more_layers_and_biases(tmp_path: Path) -> None:
 
 def test_quantized_tensors_are_not_checked(tmp_path: Path) -> None:
     scale = {"midlayer.mlp.up_proj.weight_scale": torch.ones(1)}
-    found = rewritten(
-        saved(tmp_path, "plain"), {"quantization_config": {"quant_method": "fp8"}}, **scale
-    )
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    found = rewritten(saved(tmp_path, "plain"), config, **scale)
     assert problems(found) == []
-    assert [check.text for check in found.checks] == [
-        "quantized (fp8): they were not checked",
-        "200 of 512 tokens",
-    ]
+    texts = ["quantized (fp8): they were not checked", "200 of 512 tokens"]
+    assert [check.text for check in found.checks] == texts
 
 
 @pytest.mark.parametrize(
@@ -201,7 +193,7 @@ def test_ropes_and_activations(config: dict[str, Any], reason: str | None, tmp_p
     assert reason is None or reason in found[0]
 
 
-def test_an_old_rope_theta_beside_new_parameters(tmp_path: Path) -> None:
+def test_an_old_rope_theta_beside_new_parameters() -> None:
     config = SimpleNamespace(rope_theta=500.0, rope_parameters={"rope_type": "default"})
     assert EagleShape.of(config, LAYERS, 64, 512).rope_theta == 500.0
 

@@ -20,11 +20,11 @@ CONFIG = {
 }  # fmt: skip
 
 
-def weights(prefix="model.", dtype=torch.bfloat16):
+def weights(prefix="model."):
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator).bfloat16()
 
     tensors = {f"{prefix}embed_tokens.weight": normal(VOCAB, HIDDEN)}
     for layer in range(LAYERS):
@@ -187,7 +187,7 @@ def test_match(heads, tmp_path):
     assert "num_layers is 3, not 5" in smaller.warning
 
 
-def test_failed_comparisons_are_reported(heads, tmp_path, monkeypatch):
+def test_failed_comparisons_are_reported(heads, tmp_path):
     target = saved(tmp_path / "target", weights())
     for drafter, place, words, options in (
         (heads(target, scheme=99), target, "another version", {}),

@@ -169,13 +169,11 @@ def test_acceptance(dtype, vocab, dynamic):
 
     used = many(step, nodes)
     assert used <= compiled
-    assert {name for name, _ in used} == {
-        "walk", "accept", "vocabulary", "plausible"
-    }  # fmt: skip
+    assert {name for name, _ in used} == {"walk", "accept", "vocabulary", "plausible"}
 
 
 def test_compaction():
-    """One kernel for a cache: vLLM's own warm-up has compacted before."""
+    """One kernel per cache, which vLLM's own warm-up has already compiled."""
     caches = LayerCaches.of([torch.zeros(4, 2, BLOCK, 8)], (0, 2))
 
     def step(batch, width):

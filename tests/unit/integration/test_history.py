@@ -142,8 +142,8 @@ def test_a_move_clears_the_state_of_the_slot():
     assert budgets_after([(3, 0, ONE_WAY), (2, 1, ONE_WAY), (0, 1, SWAP)]) == {1: 3}
 
 
-def test_vllm_keeps_it(monkeypatch: pytest.MonkeyPatch):
-    """Otherwise the override can be removed."""
+def test_vllm_keeps_the_state_of_the_slot(monkeypatch: pytest.MonkeyPatch):
+    """The behavior that is overridden; if this fails, the override can be removed."""
     install_moves()
     stock = inspect.unwrap(ThinkingBudgetStateHolder.sync_batch)
     monkeypatch.setattr(ThinkingBudgetStateHolder, "sync_batch", stock)

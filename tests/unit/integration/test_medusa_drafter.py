@@ -1,4 +1,4 @@
-"""The drafter of vLLM's workers packs only the heads that its tree uses."""
+"""The Medusa drafter of vLLM's workers: the weights it loads, and its drafts."""
 
 from pathlib import Path
 from types import SimpleNamespace

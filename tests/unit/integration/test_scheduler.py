@@ -57,10 +57,10 @@ def make(target: Any, random_heads: str, tmp_path: Any, monkeypatch: pytest.Monk
 
 
 class Worker:
-    """Accepts a fixed number of drafts per request, and drafts the requested number."""
+    """Accepts up to two drafts per request, and drafts the requested number."""
 
-    def __init__(self, scheduler: TreeScheduler, accepts: int = 2) -> None:
-        self.scheduler, self.accepts = scheduler, accepts
+    def __init__(self, scheduler: TreeScheduler) -> None:
+        self.scheduler = scheduler
         self.drafted: dict[str, int] = {}
         self.nodes: list[dict[str, int]] = []  # verified nodes of each step
         self.limits: list[int] = []
@@ -72,7 +72,7 @@ class Worker:
         for name in names:
             request, nodes = self.scheduler.requests[name], len(verified.get(name, ()))
             done = request.num_computed_tokens >= request.num_prompt_tokens
-            sampled.append([7] * (1 + min(self.accepts, nodes)) if done else [])
+            sampled.append([7] * (1 + min(2, nodes)) if done else [])
             if done:
                 drafts[name] = min(plan.num_spec_tokens_to_schedule, len(SURVIVAL))
         self.nodes.append({name: len(tokens) for name, tokens in verified.items()})
@@ -95,8 +95,8 @@ class Worker:
             self.scheduler.update_draft_token_ids(DraftMessage(list(self.drafted), tokens, worth))
 
 
-def run(scheduler: TreeScheduler, requests: int, steps: int, accepts: int = 2) -> Worker:
-    worker = Worker(scheduler, accepts)
+def run(scheduler: TreeScheduler, requests: int, steps: int) -> Worker:
+    worker = Worker(scheduler)
     for index in range(requests):
         params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
         scheduler.add_request(Request(f"r{index}", [3] * PROMPT, params, None))

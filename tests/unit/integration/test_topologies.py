@@ -1,6 +1,5 @@
 """Trees by slot: requests are verified with their stored trees; options of requests."""
 
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 pytest.importorskip("vllm")
 import numpy as np
+from support.random_trees import random_parents
 from vllm import SamplingParams
 
 from vllm_medusa.config import AcceptanceConfig
@@ -19,7 +19,7 @@ from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import DynamicTree
 
-SLOTS, DEPTH = 5, 3
+SLOTS, DEPTH = 5, 7
 
 
 def make_trees(**changes):
@@ -37,16 +37,8 @@ def make_trees(**changes):
 
 def parents(*seeds):
     """Random trees of 8 nodes, parents first."""
-    rows = []
-    for seed in seeds:
-        rng, row, depths = random.Random(seed), [-1], [0]
-        while len(row) < 8:
-            parent = rng.randrange(len(row))
-            if depths[parent] < DEPTH:
-                row.append(parent)
-                depths.append(depths[parent] + 1)
-        rows.append(row)
-    return torch.tensor(rows)
+    generators = map(torch.Generator().manual_seed, seeds)
+    return torch.tensor([random_parents(8, generator) for generator in generators])
 
 
 def same(one, other):

@@ -7,11 +7,14 @@ import random
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
 from support.ahead_of_time import GENERATIONS, compiling
 from support.in_torch import compact_layers_torch
 from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
 from torch import Tensor
 
+from vllm_medusa.kv import kernel
 from vllm_medusa.kv.kernel import LayerCaches
 
 HEADS, SIZE = 3, 5  # channels: not a power of two
@@ -55,17 +58,11 @@ class Cases:
 
     device: str
 
-    @pytest.fixture(autouse=True)
-    def _kernel(self):
-        from vllm_medusa.kv import kernel
-
-        self.kernel = kernel
-
     def check(self, memory: Memory, slots: Tensor, nodes: Tensor, count: Tensor) -> Tensor:
         expected = memory.bytes.clone()
         compact_layers_torch(memory.caches(expected), slots, nodes, count)
         actual = memory.bytes.clone().to(self.device)
-        self.kernel.compact_layers(
+        kernel.compact_layers(
             memory.caches(actual), *(t.to(self.device) for t in (slots, nodes, count))
         )
         assert torch.equal(actual.cpu(), expected)
@@ -108,7 +105,7 @@ class Cases:
         assert torch.equal(after, memory.bytes) == (nodes <= 2)
 
     def test_slots_in_many_chunks(self, monkeypatch):
-        monkeypatch.setattr(self.kernel, "_CHUNK", 8)
+        monkeypatch.setattr(kernel, "_CHUNK", 8)
         torch.manual_seed(0)
         for layout in LAYOUTS:
             slots = torch.randperm(64)[:30].view(2, 15)
@@ -128,7 +125,7 @@ class Cases:
         )
         actual = memory.bytes.clone().to(self.device)
         arguments = slots, nodes, torch.tensor([1, 0])
-        self.kernel.compact_layers(memory.caches(actual), *(t.to(self.device) for t in arguments))
+        kernel.compact_layers(memory.caches(actual), *(t.to(self.device) for t in arguments))
         assert torch.equal(actual.cpu(), expected)
 
 
@@ -161,10 +158,10 @@ class TestOnGpu(Cases):
         slots = torch.arange(20, device="cuda")[None]
         nodes = torch.tensor([[0, 3, 7]], device="cuda")
         count = torch.zeros(1, dtype=torch.int64, device="cuda")
-        self.kernel.compact_layers(layers, slots, nodes, count)
+        kernel.compact_layers(layers, slots, nodes, count)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.kernel.compact_layers(layers, slots, nodes, count)
+            kernel.compact_layers(layers, slots, nodes, count)
         count.fill_(2)
         graph.replay()
         assert cache.flatten()[:5].tolist() == [0, 3, 7, 3, 4]
@@ -173,9 +170,6 @@ class TestOnGpu(Cases):
 @NOT_INTERPRETING
 @pytest.mark.parametrize("capability", GENERATIONS)
 def test_it_compiles_without_a_gpu(capability):
-    pytest.importorskip("triton")
-    from vllm_medusa.kv import kernel
-
     slots, nodes, count = torch.arange(64).view(1, 64), torch.tensor([[0, 3]]), torch.tensor([1])
     for layout, dtype in zip(list(LAYOUTS)[2:], DTYPES, strict=True):
         memory = Memory(layout, dtype, 2, 8, 8)

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
 from support.ahead_of_time import GENERATIONS, compiling
 from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
 from support.random_trees import random_parents
 from torch import Tensor
 
-from vllm_medusa.lookup import search
+from vllm_medusa.lookup import kernel, search
 from vllm_medusa.lookup.search import MAX_MATCH
 from vllm_medusa.tree.draft_trees import FROM_BOTH, DraftTrees
 
@@ -47,17 +49,11 @@ class Cases:
 
     device: str
 
-    @pytest.fixture(autouse=True)
-    def _kernel(self):
-        from vllm_medusa.lookup import kernel
-
-        self.kernel = kernel
-
     def check(self, texts: list[Tensor], width: int, count: int) -> Tensor:
         given = table(texts, width)
         expected = search.continuations(*(each.numpy() for each in given), count)
         moved = [each.to(self.device) for each in given]
-        for function in (self.kernel.continuations, search.continuations):
+        for function in (kernel.continuations, search.continuations):
             matched, found = function(*moved, count)
             assert matched.tolist() == expected[0].tolist()
             agree = expected[0] > 0  # otherwise tokens are arbitrary
@@ -68,7 +64,7 @@ class Cases:
     @pytest.mark.parametrize("vocab", [1, 2, 5, 1000])
     def test_random_texts(self, monkeypatch, block, vocab):
         """Of every length, some whose end repeats earlier text, also at block edges."""
-        monkeypatch.setattr(self.kernel, "_BLOCK", block)
+        monkeypatch.setattr(kernel, "_BLOCK", block)
         torch.manual_seed(vocab)
         texts = [torch.randint(0, vocab, (n,)) for n in (1, 2, 3, 15, 16, 17, 33, 64, 65, 150)]
         for length, start, back in ((40, 0, 5), (130, 62, 3), (150, 63, MAX_MATCH), (150, 10, 60)):
@@ -86,7 +82,7 @@ class Cases:
         """Negative control."""
         rows, slots, lengths = table([torch.tensor([1, 2, 3, 1, 2]), torch.arange(5)], 5)
         moved = [each.to(self.device) for each in (rows, slots.flip(0), lengths)]
-        assert self.kernel.continuations(*moved, 3)[0].tolist() == [0, 2]
+        assert kernel.continuations(*moved, 3)[0].tolist() == [0, 2]
 
     def joined(self, trees: DraftTrees, chain: Tensor, surer: Tensor, levels: int) -> DraftTrees:
         moved = DraftTrees(*(each.to(self.device) for each in vars(trees).values()))
@@ -134,9 +130,6 @@ class TestOnGpu(Cases):
 @NOT_INTERPRETING
 @pytest.mark.parametrize("capability", GENERATIONS)
 def test_it_compiles_without_a_gpu(capability):
-    pytest.importorskip("triton")
-    from vllm_medusa.lookup import kernel
-
     with compiling(capability) as compiled:
         kernel.continuations(*table([torch.arange(9)], 20), 63)
         for nodes in (64, 256):

@@ -152,10 +152,11 @@ def test_results_are_returned_one_by_one_or_with_their_seconds(monkeypatch):
         assert results == expected and seconds > 0
 
 
-@pytest.mark.parametrize(("heat", "seeded", "said"), [(0, True, 0), (1, True, 1), (1, False, 0)])
-def test_a_refusal_is_reported_and_only_seeded_sampling_is_announced(
-    monkeypatch, heat, seeded, said
+@pytest.mark.parametrize(("temperature", "seeded"), [(0, True), (1, True), (1, False)])
+def test_only_seeded_sampling_is_announced_and_a_refusal_is_reported(
+    monkeypatch, temperature, seeded
 ):
     monkeypatch.setattr(process, "serve", body)
-    with pytest.raises(EngineRefused, match=f"no model; seeded: {bool(said)}"):
-        EngineProcess({"model": "none"}, Sampling(temperature=heat), seeded=seeded)
+    announced = temperature > 0 and seeded
+    with pytest.raises(EngineRefused, match=f"no model; seeded: {announced}"):
+        EngineProcess({"model": "none"}, Sampling(temperature=temperature), seeded=seeded)

@@ -19,7 +19,7 @@ import signal, sys
 from pathlib import Path
 from support import jobs
 from vllm_medusa.offline.children import run_in_process
-signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell's background ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 try:
     run_in_process(jobs.sleep, Path(sys.argv[1]), log=Path(sys.argv[2]))
 except KeyboardInterrupt:
@@ -27,8 +27,8 @@ except KeyboardInterrupt:
 """
 
 
-def wait_for(condition: object, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
+def wait_for(condition: object) -> None:
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)

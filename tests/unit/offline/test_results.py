@@ -71,24 +71,6 @@ def test_every_cut_of_the_last_line_is_repaired(tmp_path):
             assert log.torn_bytes == (size - first if size >= first else size)
 
 
-def test_other_settings_are_refused_and_named(tmp_path):
-    path = tmp_path / "out.jsonl"
-    with ResultLog(path, SETTINGS) as log:
-        log.append({"index": 0})
-    for settings, words in (
-        (SETTINGS | {"model": "other"}, r"model was 'm' and is now 'other'.*--overwrite"),
-        ({"model": "m"}, "sampling was"),
-        (SETTINGS | {"tree": "x"}, "tree was None and is now 'x'"),
-    ):
-        with pytest.raises(FileRefused, match=words):
-            ResultLog(path, settings)
-    assert lines(path) == [{"index": 0}]
-    with ResultLog(path, SETTINGS | {"model": "other"}, overwrite=True) as log:
-        assert log.done == set()
-    with ResultLog(path, SETTINGS | {"model": "other"}):
-        pass
-
-
 def test_a_file_of_unknown_origin_is_left_unchanged(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text('{"index": 0}\n')

@@ -89,12 +89,6 @@ def test_ranks_equal_the_full_vocabulary(logits, ranks):
         torch.testing.assert_close(result.log_confidence, whole.log_confidence)
 
 
-def test_ids_are_target_ids(logits):
-    token_map = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
-    own, mapped = (read_choices(logits, 5, token_map=each) for each in (None, token_map))
-    assert torch.equal(mapped.token_ids, token_map[own.token_ids])
-
-
 def test_nothing_deeper_than_useful(logits):
     proposal = grow(logits, 60, torch.tensor([0, 1, 4]))
     trees = proposal.topology(HEADS)

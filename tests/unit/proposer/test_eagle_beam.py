@@ -172,8 +172,8 @@ def test_drafts_what_the_builder_drafts(
     tokens, features, ends = inputs(batch, drafter)
     depth, root, noise = torch.tensor(depths), torch.stack([each[-1] for each in tokens]), None
     if noisy:
-        heat = torch.linspace(0, 1.2, batch)  # the first is greedy
-        stream = Seeds(torch.arange(beam.depth * batch).view(batch, beam.depth), heat)
+        temperature = torch.linspace(0, 1.2, batch)  # the first is greedy
+        stream = Seeds(torch.arange(beam.depth * batch).view(batch, beam.depth), temperature)
         noise = Noise(stream, drafter.target_ids)
     dense = Dense(drafter, tokens, features, noise)
     expected = build_tree(dense, beam, root, num_nodes, depth, limit)

@@ -126,8 +126,8 @@ def test_drafts_what_the_builder_drafts(
 
     noise = None
     if noisy:
-        heat = torch.linspace(0, 1.2, batch)  # the first is greedy
-        stream = Seeds(torch.arange(3 * batch).view(batch, 3), heat)
+        temperature = torch.linspace(0, 1.2, batch)  # the first is greedy
+        stream = Seeds(torch.arange(3 * batch).view(batch, 3), temperature)
         ids = torch.arange(VOCAB) if heads.token_map is None else heads.token_map
         noise = Noise(stream, ids)
 

@@ -33,7 +33,7 @@ class Heads:
 
 
 def test_deep_heads_run_if_a_request_is_confident():
-    """The product of two confidences decides, of the most confident request with a useful depth."""
+    """The most confident request with a useful depth decides, by its two best confidences."""
     unsure, confident = Heads(0.3, 0.2, 0.1), Heads(0.3, 0.6, 0.1)
     stages = Stages(own=3, again=1)
     found = unsure.run(stages)

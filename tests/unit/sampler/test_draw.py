@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_medusa import noise
 from vllm_medusa.sampler import draw_exponential, draw_splitmix, truncate_logits
 
 
@@ -32,8 +33,6 @@ def test_a_draw_advances_the_generator_independently_of_logits(draw):
 
 def test_splitmix_known_bits():
     """SplitMix64 from seed 1234567 starts 6457827717110365317, 3203168211198807973 (published)."""
-    from vllm_medusa import noise
-
     words = torch.tensor([1234567]) + torch.arange(1, 3) * noise._signed(noise._GAMMA)
     assert noise._mix(words).tolist() == [6457827717110365317, 3203168211198807973]
 

@@ -10,6 +10,8 @@ import random
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
 from support.ahead_of_time import GENERATIONS, compiling
 from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
 from support.random_trees import Case, make_case
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from vllm_medusa import sampler
 from vllm_medusa.sampler import Path, Verdict
+from vllm_medusa.sampler import launch as kernel
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
@@ -81,16 +84,10 @@ class Cases:
 
     device: str
 
-    @pytest.fixture(autouse=True)
-    def _kernel(self):
-        from vllm_medusa.sampler import launch as kernel
-
-        self.kernel = kernel
-
     def walk(self, tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Verdict:
         path, memory = poisoned_path(tree, self.device)
         output, output_memory = poisoned_path(tree, self.device)
-        verdict = self.kernel.target_verdict(
+        verdict = kernel.target_verdict(
             moved(tree, self.device),
             tokens.to(self.device),
             targets.to(self.device),
@@ -154,7 +151,7 @@ class Cases:
 
     def accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor) -> Path:
         given = moved(tree, self.device), accepted.to(self.device), score.to(self.device)
-        return self.kernel.accept_path(*given)
+        return kernel.accept_path(*given)
 
     def check_accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor) -> Path:
         path = self.accept(tree, accepted, score)
@@ -195,7 +192,7 @@ class Cases:
 
     def typical(self, tree, tokens, logits, rows, epsilon, delta) -> Path:
         arguments = [t.to(self.device) for t in (tokens, logits, rows, epsilon, delta)]
-        return self.kernel.typical_path(moved(tree, self.device), *arguments)
+        return kernel.typical_path(moved(tree, self.device), *arguments)
 
     def check_typical(self, tree, tokens, logits, rows, epsilon, delta) -> Path:
         path = self.typical(tree, tokens, logits, rows, epsilon, delta)
@@ -207,7 +204,7 @@ class Cases:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     def test_random_batches_typical(self, dtype, monkeypatch):
         """Ragged logits in several parts, truncated rows with whole parts of -inf, NaN rows."""
-        monkeypatch.setattr(self.kernel, "_SPLIT", 16)
+        monkeypatch.setattr(kernel, "_SPLIT", 16)
         accepted = 0
         for seed in range(12 if dtype is torch.float32 else 4):
             case = random_case(seed)
@@ -250,7 +247,7 @@ class Cases:
 
     def test_distance_to_the_threshold(self, monkeypatch):
         """The threshold at the probability, and a ten-thousandth above and below it."""
-        monkeypatch.setattr(self.kernel, "_SPLIT", 128)
+        monkeypatch.setattr(kernel, "_SPLIT", 128)
         count, vocab = 12, 1000
         gen = generator(0)
         logits = torch.randn(2 * count, vocab, generator=gen) * torch.rand(2 * count, 1) * 6
@@ -321,8 +318,8 @@ class TestOnGpu(Cases):
         drafts, scores = torch.zeros_like(tokens), torch.zeros_like(logits)
 
         def step(tokens: Tensor, logits: Tensor) -> tuple[Verdict, Path]:
-            verdict = self.kernel.target_verdict(tree, tokens, tokens)
-            return verdict, self.kernel.typical_path(tree, tokens, logits, rows, *bounds)
+            verdict = kernel.target_verdict(tree, tokens, tokens)
+            return verdict, kernel.typical_path(tree, tokens, logits, rows, *bounds)
 
         wanted, path = step(tokens, logits)
         step(drafts, scores)  # compiles
@@ -339,9 +336,6 @@ class TestOnGpu(Cases):
 @NOT_INTERPRETING
 @pytest.mark.parametrize("capability", GENERATIONS)
 def test_it_compiles_without_a_gpu(capability):
-    pytest.importorskip("triton")
-    from vllm_medusa.sampler import launch as kernel
-
     case = make_case(5, 3, 200, 2)
     tree, tokens = case.tree, case.token_ids
     with compiling(capability) as compiled:

@@ -66,10 +66,6 @@ def test_greedy_equals_a_walk_with_an_argmax_sampler(case, seed):
 
     walked = lossless_walk(case.tree, case.token_ids, sample)
     assert_same(greedy_verdict(case.tree, case.token_ids, argmax), walked)
-    for b in range(case.batch_size):
-        nodes, emitted = case.walk(b, lambda node, b=b: int(argmax[b, node]))
-        assert_path(case, b, walked.path, nodes)
-        assert walked.output_token_ids[b].tolist() == padded(emitted, case.tree.max_depth + 1, -1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -269,7 +265,7 @@ def histogram(tokens: Tensor) -> Tensor:
     return torch.bincount((tokens * places).sum(1), minlength=VOCAB ** tokens.shape[1])
 
 
-def test_marginal_and_joint_distributions_equal_the_target_s():
+def test_marginal_and_joint_distributions_equal_the_targets():
     target = Target()
     torch.manual_seed(1)
     out = target.emit(static(TREE, *[TREE.num_nodes] * SAMPLES))

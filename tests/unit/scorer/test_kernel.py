@@ -17,6 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
 from support.ahead_of_time import compiling
 from support.in_torch import paged_tree_attention_torch
 from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
@@ -24,7 +26,7 @@ from support.paged_batches import PADDING, Case, Request, chunk, decode, make_ca
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_medusa import kernels
-from vllm_medusa.scorer import tiles
+from vllm_medusa.scorer import launch, tiles
 from vllm_medusa.scorer.paged import FP8_DTYPES
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -242,7 +244,7 @@ class TestInterpreted(Cases):
         from triton.runtime.interpreter import InterpreterBuilder
 
         small = tiles.Tiles(16, 16, 4, 1)
-        monkeypatch.setattr("vllm_medusa.scorer.launch.tile_sizes", lambda *_: small)
+        monkeypatch.setattr(launch, "tile_sizes", lambda *_: small)
         load, loaded = InterpreterBuilder.create_load, []
 
         def create_load(self, pointers, *options):
@@ -268,7 +270,7 @@ class TestInterpreted(Cases):
     def test_small_tiles_give_the_same_result(self, monkeypatch):
         """Sixteen rows and sixteen keys per tile: every loop and every edge is covered."""
         small = tiles.Tiles(16, 16, 4, 1)
-        monkeypatch.setattr("vllm_medusa.scorer.launch.tile_sizes", lambda *_: small)
+        monkeypatch.setattr(launch, "tile_sizes", lambda *_: small)
         for window, splits in ((None, 1), (6, 3)):
             check(self.make(MIXED, window=window, splits=splits, heads=(2, 1)))
             check(self.make([tree(70, 40)], heads=(1, 1), window=window, splits=splits))
@@ -297,8 +299,6 @@ class TestOnGpu(Cases):
     @pytest.mark.parametrize("rows", [64, 128])
     def test_many_launches_give_the_same_bits(self, monkeypatch, rows, kv_dtype):
         """No product or prefetch reads what another one writes (triton#9433)."""
-        from vllm_medusa.scorer import launch
-
         requests = [tree(64, 1400 + 10 * n) for n in range(8)]
         heads = (rows // 8, 8)  # rows per key head for 64 nodes
         case = self.make(requests, heads=heads, dim=128, dtype=BF16, kv_dtype=kv_dtype, splits=4)
@@ -323,8 +323,6 @@ class TestOnGpu(Cases):
 
     def test_graph_capture_replays_with_new_lengths(self):
         """Captured with dummy lengths, replayed with real ones: the host must not read them."""
-        from vllm_medusa.scorer import launch
-
         case = self.make([tree(16, 90), tree(16, 200), PADDING], splits=4, dtype=F16)
         expected = case.run()
         batch = case.batch
@@ -332,15 +330,8 @@ class TestOnGpu(Cases):
         out = torch.zeros_like(case.query)
 
         def step():
-            launch.paged_tree_attention(
-                case.query,
-                case.key_cache,
-                case.value_cache,
-                batch,
-                case.scale,
-                out=out,
-                **case.options,
-            )
+            given = case.query, case.key_cache, case.value_cache, batch, case.scale
+            launch.paged_tree_attention(*given, out=out, **case.options)
 
         step()
         batch.seq_lens.fill_(1)
@@ -356,9 +347,6 @@ class TestOnGpu(Cases):
 
 
 def test_splits_follow_the_device(monkeypatch):
-    pytest.importorskip("triton")
-    from vllm_medusa.scorer import launch
-
     def splits(batch_size, heads, kv_heads, nodes):
         shape = (batch_size, heads, kv_heads, 128, nodes, 32768)
         return launch.choose_splits(*shape, F16, F16, torch.device("cpu"))
@@ -376,9 +364,6 @@ def test_splits_follow_the_device(monkeypatch):
     ("major", "async_mma"), [(8, False), (9, True), (10, True), (11, True), (12, False)]
 )
 def test_limits_of_gpus(monkeypatch, major, async_mma):
-    pytest.importorskip("triton")
-    from vllm_medusa.scorer import launch
-
     found = SimpleNamespace(
         major=major, multi_processor_count=7, shared_memory_per_block_optin=99 * 1024
     )
@@ -390,9 +375,6 @@ def test_limits_of_gpus(monkeypatch, major, async_mma):
 @NOT_INTERPRETING
 def test_a_call_creates_and_reads_no_tensor():
     """Only view operators of torch are called: nothing is allocated, copied or synced."""
-    pytest.importorskip("triton")
-    from vllm_medusa.scorer import launch
-
     called = []
 
     class Record(TorchDispatchMode):
@@ -401,11 +383,10 @@ def test_a_call_creates_and_reads_no_tensor():
             return func(*args, **(kwargs or {}))
 
     case = make_case(MIXED, splits=3, sinks=True, window=9, dtype=F16, kv_dtype=FP8_DTYPES[0])
-    caches, out = (case.key_cache, case.value_cache), torch.empty_like(case.query)
+    given = case.query, case.key_cache, case.value_cache, case.batch, case.scale
+    out = torch.empty_like(case.query)
     with compiling(90), Record():
-        launch.paged_tree_attention(
-            case.query, *caches, case.batch, case.scale, out=out, **case.options
-        )
+        launch.paged_tree_attention(*given, out=out, **case.options)
     assert set(called) <= {"aten.view.dtype", "aten.detach.default"}
 
 
@@ -433,9 +414,6 @@ def test_it_compiles_without_a_gpu(monkeypatch, tmp_path, capability, shared, op
 
     A thread's stack holds what did not fit into registers; 160 bytes are 40 of 255.
     """
-    pytest.importorskip("triton")
-    from vllm_medusa.scorer import launch
-
     limits = tiles.DeviceLimits(100, shared * 1024, 90 <= capability < 120)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
     case = make_case([tree(64, 100), tree(64, 3)], splits=3, **options)

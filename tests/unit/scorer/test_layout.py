@@ -17,13 +17,9 @@ from vllm_medusa.scorer.layout import SUPPORTED_ISAS, CacheLayout
 from vllm_medusa.tree.batch import TreeBatch
 
 
-def numbered_cache(isa: str, blocks: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.arange(blocks * 2 * 32 * 64).to(dtype).view(blocks, 2, 32, 64)
-
-
 @pytest.mark.parametrize("isa", SUPPORTED_ISAS)
 def test_blocks_may_have_gaps(isa):
-    cache = numbered_cache(isa)
+    cache = torch.arange(4.0 * 2 * 32 * 64).view(4, 2, 32, 64)
     apart = torch.full((4, 3 * 2 * 32 * 64), float("nan"))[:, : 2 * 32 * 64].view(4, 2, 32, 64)
     apart.copy_(cache)
     slots = torch.tensor([[0, 33], [127, 64]])
@@ -42,7 +38,7 @@ def test_blocks_may_have_gaps(isa):
 
 def test_refusals_name_the_value_and_the_remedy():
     with pytest.raises(ValueError, match=r"'neon'.*vec, vec16, amx.*x86"):
-        CacheLayout.of(numbered_cache("vec"), "neon")
+        CacheLayout.of(torch.zeros(2, 2, 32, 64), "neon")
     with pytest.raises(ValueError, match=r"divisible by 32, not 16.*--block-size"):
         CacheLayout.of(torch.zeros(2, 2, 16, 64), "amx")
     with pytest.raises(ValueError, match=r"shape \(2, 16, 64\)"):

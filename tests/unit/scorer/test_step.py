@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.paged_trees import random_tree_batch
 
 from vllm_medusa.scorer.cpu import topologies, write_positions
-from vllm_medusa.scorer.step import TreeStep, ragged_rows, write_node_positions
+from vllm_medusa.scorer.step import TreeStep, write_node_positions
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
@@ -78,12 +78,6 @@ def test_topologies_on_the_host_are_those_in_torch(sizes):
 sizes_and_bases = st.lists(
     st.tuples(st.integers(1, 9), st.integers(0, 200)), min_size=1, max_size=5
 )
-
-
-def test_ragged_rows_are_the_documented_example():
-    request, node = ragged_rows(torch.tensor([0, 3, 4], dtype=torch.int32), 4)
-    assert request.tolist() == [0, 0, 0, 1]
-    assert node.tolist() == [0, 1, 2, 0]
 
 
 @given(sizes_and_bases, st.integers(0, 3), st.booleans())

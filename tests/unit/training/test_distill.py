@@ -85,7 +85,7 @@ def test_answers_rendered_differently_are_separate_records():
 
 
 def test_records_of_a_conversation_are_not_split(tmp_path):
-    """Records of one prompt and the second prompt's samples; files without groups still load."""
+    """All records of a prompt's samples have one key; files without groups still load."""
     plan = Plan(samples=2, temperatures=(0.7,), turns=3)
     prompts = [Prompt(i, i + 1, f"t{i}", turns=(chr(97 + i), "y", "z")) for i in range(6)]
     script = {f"{slot}.{turn}": (ids(f"{slot}|"), "stop") for slot in range(12) for turn in "012"}

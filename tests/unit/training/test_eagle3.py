@@ -84,6 +84,10 @@ def log_of(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "training/log.jsonl").read_text().splitlines()]
 
 
+def weights_of(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model.safetensors")
+
+
 def losses_of(output: Path) -> list[float]:
     return [line["loss"] for line in log_of(output) if "loss" in line]
 
@@ -154,7 +158,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(target, records, trained,
         with pytest.raises(KeyboardInterrupt):
             train(base, Stop(cut))
     train(base)
-    mine, whole = (load_file(f / "model.safetensors") for f in (tmp_path / "cut", trained))
+    mine, whole = weights_of(tmp_path / "cut"), weights_of(trained)
     assert mine.keys() == whole.keys()
     assert all(torch.equal(mine[name], whole[name]) for name in mine)
     assert log_of(tmp_path / "cut") == log_of(trained)
@@ -169,10 +173,8 @@ def test_it_starts_from_the_targets_last_layer(target):
     last, hidden = dict(eagle3.decoder_layers(loaded)[-1].named_parameters()), loaded.hidden_size
     own = dict(drafter.midlayer.named_parameters())
     for name in ("q", "k", "v"):
-        given, (embedding, state) = (
-            last[f"self_attn.{name}_proj.weight"],
-            own[f"self_attn.{name}_proj.weight"].split(hidden, 1),
-        )
+        given = last[f"self_attn.{name}_proj.weight"]
+        embedding, state = own[f"self_attn.{name}_proj.weight"].split(hidden, 1)
         assert torch.equal(state, given) and 0 < embedding.std() < given.std()
     for name in ("self_attn.o_proj", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"):
         assert torch.equal(own[f"{name}.weight"], last[f"{name}.weight"])
@@ -198,11 +200,8 @@ def test_the_config_describes_the_drafter(target, trained):
     heldout = config["medusa"]["training"]["heldout"]
     assert len(heldout["top"]) == K and heldout["labels"] > 0
     found = inspect_eagle(trained, target)
-    assert (found.drafter.method, found.drafter.draft_vocab_size, found.fits) == (
-        "eagle3",
-        300,
-        True,
-    )
+    assert found.fits
+    assert (found.drafter.method, found.drafter.draft_vocab_size) == ("eagle3", 300)
     with pytest.raises(HeadsError, match="an EAGLE drafter, not heads"):
         peek_heads(trained)  # as in calibrate and tree
 
@@ -216,10 +215,6 @@ def test_passes_and_computed_states_change_nothing(target, records, trained, tmp
         assert losses_of(tmp_path / name) == pytest.approx(losses_of(trained), rel=1e-4)
 
 
-def weights_of(output: Path) -> dict[str, torch.Tensor]:
-    return load_file(output / "model.safetensors")
-
-
 def test_training_continues_from_a_drafter(target, records, trained, tmp_path):
     base = options(target, records, tmp_path / "same", learning_rate=1e-12)
     more = replace(base.training, epochs=1)
@@ -228,11 +223,11 @@ def test_training_continues_from_a_drafter(target, records, trained, tmp_path):
     mine, wanted = weights_of(tmp_path / "same"), weights_of(trained)
     assert mine.keys() == wanted.keys()
     assert all(torch.equal(mine[name], wanted[name]) for name in mine)
-    about = [
-        json.loads((f / "config.json").read_text())["medusa"] for f in (trained, tmp_path / "same")
-    ]
-    assert about[1]["provenance"][0] == about[0]["provenance"][0]
-    assert len(about[1]["provenance"]) == 2
+    before, after = (
+        json.loads((folder / "config.json").read_text())["medusa"]["provenance"]
+        for folder in (trained, tmp_path / "same")
+    )
+    assert after[0] == before[0] and len(after) == 2
     for shape, reason in (
         ({"kind": "medusa"}, "--drafter is medusa, but .* has eagle3"),
         ({"kind": "eagle3", "aux_layers": (0, 1, 3)}, r"--aux-layers is \(0, 1, 3\), but .* has"),
@@ -248,9 +243,8 @@ def other_start(trained, folder, changes, **tensors):
     shutil.copytree(trained, folder)
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
-    kept = {
-        key: value for key, value in (weights_of(trained) | tensors).items() if value is not None
-    }
+    found = weights_of(trained) | tensors
+    kept = {name: tensor for name, tensor in found.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors")
     return HeadOptions(kind="eagle3", num_heads=K, start_heads=folder)
 
@@ -303,9 +297,8 @@ def test_heads_and_drafters_share_hidden_states(target, records, trained, tmp_pa
     mine, wanted = weights_of(tmp_path / "shared"), weights_of(trained)
     assert all(torch.equal(mine[name], wanted[name]) for name in mine)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")}
-    assert {path.stem.partition("-")[2] for path in files} == {
-        *("layer-0", "layer-1", "layer-2", "last")
-    }
+    kinds = {path.stem.partition("-")[2] for path in files}
+    assert kinds == {"layer-0", "layer-1", "layer-2", "last"}
     medusa = replace(base, heads=HeadOptions(kind="medusa", num_heads=2))
     for name, given in (("alone", CacheOptions()), ("heads", cache)):
         train(replace(medusa, cache=given, files=replace(base.files, output=tmp_path / name)))
@@ -317,7 +310,7 @@ def test_heads_and_drafters_share_hidden_states(target, records, trained, tmp_pa
 def test_a_shared_lm_head_is_not_trained(target, records, trained, tmp_path):
     base = options(target, records, tmp_path / "drafter")
     train(replace(base, heads=replace(base.heads, lm_heads="shared")))
-    shared, own = (load_file(d / "model.safetensors") for d in (tmp_path / "drafter", trained))
+    shared, own = weights_of(tmp_path / "drafter"), weights_of(trained)
     rows = torch.arange(300) + shared["d2t"]
     embedding = Target.load(target, dtype=torch.float32, device="cpu").lm_head_weight
     assert torch.equal(shared["lm_head.weight"], embedding[rows].to(torch.bfloat16))

@@ -5,7 +5,6 @@ The models are random with large weights, so that student, teacher and labels al
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
 K = 3
+LAMBDA_0 = 0.2  # weight of the heads' losses
 
 
 def record(index: int, length: int, *spans: tuple[int, int]) -> Record:
@@ -39,10 +39,8 @@ RECORDS = [record(0, 19, (6, 19)), record(1, 12, (1, 4), (5, 12)), record(2, 9, 
 class Joint:
     """A target with an adapter and heads, as if partly trained."""
 
-    def __init__(
-        self, folder: Path, architecture: str, dtype: torch.dtype = torch.float32, **changes: Any
-    ) -> None:
-        path = save_model(folder, architecture, initializer_range=0.1, **changes)
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        path = save_model(folder, "Llama", initializer_range=0.1)
         self.target = Target.load(path, dtype=dtype)
         self.adapted = lora.attach(self.target.model, JointOptions(lora_rank=4), seed=0)
         self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0)
@@ -60,7 +58,7 @@ class Joint:
         found = torch.autograd.grad(loss, list(trained.values()))
         return dict(zip(trained, found, strict=True))
 
-    def plain(self, soft: bool, distill: bool, lambda_0: float) -> Tensor:
+    def plain(self, soft: bool, distill: bool) -> Tensor:
         """The formula, text by text, with whole logits."""
         lm = []
         per_head = [[] for _ in range(K)]
@@ -87,7 +85,7 @@ class Joint:
             weight * torch.stack(losses).mean()
             for weight, losses in zip(head_weights(K), per_head, strict=True)
         ]
-        return torch.stack(lm).mean() + lambda_0 * torch.stack(medusa).sum()
+        return torch.stack(lm).mean() + LAMBDA_0 * torch.stack(medusa).sum()
 
     def method(self, soft: bool = False, distill: bool = True) -> Medusa2:
         joint = JointOptions(lm_loss="kl" if distill else "cross-entropy")
@@ -101,22 +99,21 @@ class Joint:
         method = self.method(soft)
         return method.collate(method.data.pieces)
 
-    def ours(self, soft, distill, lambda_0, parts=1):
+    def ours(self, soft: bool, distill: bool, parts: int) -> Tensor:
         method = self.method(soft, distill)
         batches = [method.collate(method.data.pieces[i::parts]) for i in reversed(range(parts))]
         counts = sum(batch.counts for batch in batches)
-        weights = torch.cat([torch.ones(1), lambda_0 * head_weights(K)]) / counts
+        weights = torch.cat([torch.ones(1), LAMBDA_0 * head_weights(K)]) / counts
         return torch.stack([method.loss(batch, weights)[0] for batch in batches]).sum()
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return Joint(tmp_path_factory.mktemp("joint"), "Llama")
+    return Joint(tmp_path_factory.mktemp("joint"))
 
 
-def compare(joint: Joint, soft: bool = False, distill: bool = True, **options: Any) -> None:
-    lambda_0 = 0.2
-    expected, loss = joint.plain(soft, distill, lambda_0), joint.ours(soft, distill, 0.2, **options)
+def compare(joint: Joint, soft: bool = False, distill: bool = True, parts: int = 1) -> None:
+    expected, loss = joint.plain(soft, distill), joint.ours(soft, distill, parts)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     wanted, found = joint.gradients(expected), joint.gradients(loss)
     for name, gradient in wanted.items():
@@ -162,7 +159,7 @@ def test_control_wrong_teachers_are_detected(llama, monkeypatch):
 
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
 def test_a_half_precision_target_and_fp32_heads_without_autocast(soft, llama, tmp_path):
-    half = Joint(tmp_path, "Llama", torch.bfloat16)
+    half = Joint(tmp_path, torch.bfloat16)
     half.heads.load_state_dict(llama.heads.state_dict())
     found = []
     for joint in (llama, half):

@@ -91,12 +91,11 @@ def seen_tokens(records: list) -> torch.Tensor:
 
 @pytest.fixture
 def trained(target, records, tmp_path):
-    """Train with some settings changed; the loop and the losses of all steps."""
+    """Train; the loop and the losses of all steps."""
 
-    def run(name="run", like=None, heads=None, cached=True, bf16=False, **changes):
+    def run(name="run", like=None, heads=None, cached=True, bf16=False):
         with TrainingRun(tmp_path / name, {}) as run:
-            settings = replace(SHORT, **changes)
-            made = looped(target, records, run, settings, heads=heads, cached=cached)
+            made = looped(target, records, run, SHORT, heads=heads, cached=cached)
             made.method.bf16 = bf16
             if like is not None:  # the same order of pieces, for comparison
                 made.plan = like.plan
@@ -108,10 +107,6 @@ def trained(target, records, tmp_path):
 
 def weights(made: Loop) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in made.method.heads.state_dict().items()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_heads_memorize_a_text_and_every_step_accepts_all(target, tmp_path):
@@ -170,7 +165,9 @@ def test_an_interrupted_run_ends_with_the_same_weights(labels, kind, target, rec
     with TrainingRun(tmp_path / "cut", {}) as run:
         made = looped(target, warm, run, settings, heads=heads())
         made.train()
-        assert same(weights(made), wanted)
+        found = weights(made)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
         assert list(made.stage.entries()) == log
 
 
@@ -190,9 +187,8 @@ def test_untrained_heads_give_the_targets_own_logits(lm_heads, architecture, tmp
     target = Target.load(save_model(tmp_path, architecture, head_dim=None, **options))
     token_map = torch.tensor([4, 9, 300])
     for rows in (None, token_map):
-        heads = new_heads(
-            target, HeadOptions(kind="medusa", num_heads=2, num_layers=2, lm_heads=lm_heads), rows
-        )
+        shape = {"num_heads": 2, "num_layers": 2, "lm_heads": lm_heads}
+        heads = new_heads(target, HeadOptions(kind="medusa", **shape), rows)
         states = torch.randn(5, 64)
         wanted = target.lm_head(states)
         wanted = wanted if rows is None else wanted[:, rows]
@@ -201,9 +197,8 @@ def test_untrained_heads_give_the_targets_own_logits(lm_heads, architecture, tmp
 
 
 def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, trained):
-    heads = new_heads(
-        target, HeadOptions(kind="medusa", num_heads=K, lm_heads="own"), seen_tokens(records)
-    )
+    options = HeadOptions(kind="medusa", num_heads=K, lm_heads="own")
+    heads = new_heads(target, options, seen_tokens(records))
     first = heads.lm_head_weight.detach().clone()
     made, losses = trained(heads=heads)
     assert losses[-1] < 0.8 * losses[0]

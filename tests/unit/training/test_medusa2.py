@@ -55,27 +55,24 @@ class Job:
         folder: Path,
         joint: JointOptions = JOINT,
         steps: StepOptions = STEPS,
-        texts: list[Record] | None = None,
         token_map: Tensor | None = None,
         bf16: bool = False,
-        **changes: Any,
     ):
         self.target = Target.load(source)
         self.own = {n: t.clone() for n, t in self.target.model.state_dict().items()}
         self.run = TrainingRun(folder / "heads", {"steps": dataclasses.asdict(steps)})
         self.run.work.mkdir(exist_ok=True)
-        kept = records(4, 100)
-        heldout = Texts(kept)
+        heldout = Texts(records(4, 100))
         spans = heldout.cut(WHOLE)
         states = HiddenStates(self.target, heldout, spans, dtype=torch.float32)
         states.build()
         self.adapted = lora.attach(self.target.model, joint, seed=steps.seed)
         self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
-        train = Texts(texts or records(16))
+        train = Texts(records(16))
         data = Data(train, train.cut(WHOLE, whole=True))
         setup = data, Data(heldout, spans, states), steps, Workers("cpu"), bf16
         self.method = Medusa2(self.target, self.adapted, self.heads, joint, *setup)
-        self.loop = Loop(self.method, Stage(self.run), **changes)
+        self.loop = Loop(self.method, Stage(self.run))
         self.loop.resume()
 
     def result(self) -> dict[str, Tensor]:

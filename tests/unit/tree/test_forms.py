@@ -56,7 +56,6 @@ def test_files(tmp_path, name):
         ({"dense": [2], "chain": 2}, "has dense and chain; use exactly one of"),
         ({"dens": [2]}, r"unknown key 'dens' \(did you mean 'dense'\?\); allowed: paths"),
         ({"paths": None}, "A tree is a list of paths"),
-        ({"chain": 0}, "an integer from 1 to 255"),
         ({"preset": ["mc"]}, "There is no preset"),
         ([0, 1], "Path 0 of the tree is 0"),
     ],
