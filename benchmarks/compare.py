@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from benchmarks.case import Case, Plot, Row
-from benchmarks.engines import SAMPLED_STOCK, WHY, Arm, EngineOptions, UnevenAnswer, compare
+from benchmarks.engines import Arm, EngineOptions, UnevenAnswer, compare, explain_notes
 from benchmarks.report import table
 from demo import packed
 from vllm_medusa.calibration import CalibrationError
@@ -216,7 +216,7 @@ def best_beside_automatic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def text(rows: list[dict[str, Any]]) -> str:
     """The text below the table."""
-    parts = [WHY] if any(row.get("note") == SAMPLED_STOCK for row in rows) else []
+    parts = [explain_notes(rows)]
     if best := best_beside_automatic(rows):
         columns = {
             "drafter": ("drafter", ""),
@@ -231,7 +231,7 @@ def text(rows: list[dict[str, Any]]) -> str:
             "relative": ("automatic / best", ".3f"),
         }
         parts.append("\n".join(table(best, columns)))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 COLUMNS = {

@@ -41,11 +41,11 @@ from benchmarks.engines import (
     PLAIN,
     SAMPLED_STOCK,
     SEED,
-    WHY,
     Arm,
     ArmSampling,
     EngineOptions,
     UnevenAnswer,
+    explain_notes,
     largest_gap,
     tau_numbers,
     time_numbers,
@@ -316,11 +316,6 @@ def memory(pid: int) -> dict[str, float]:
     return {"peak_gb": peak / 1e9, "pss_gb": pss / 1e9}
 
 
-def text(rows: list[dict[str, Any]]) -> str:
-    """The text below the table."""
-    return WHY if any(row.get("note") == SAMPLED_STOCK for row in rows) else ""
-
-
 CASE = Case(
     PeersOptions,
     run,
@@ -338,5 +333,5 @@ CASE = Case(
     },
     QUICK,
     Plot("batch", ("tokens_per_second", "ratio")),
-    text,
+    explain_notes,
 )

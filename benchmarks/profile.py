@@ -23,11 +23,11 @@ from benchmarks.engines import (
     PLAIN,
     SAMPLED_STOCK,
     SEED,
-    WHY,
     Arm,
     ArmSampling,
     EngineOptions,
     environment,
+    explain_notes,
     settings,
 )
 from benchmarks.spans import OWN, hook_engine
@@ -114,7 +114,7 @@ def profile_arm(
 
 
 def _record(engine: Any, steps: list[Step]) -> None:
-    """Append every step of an engine to ``steps``."""
+    """Append each later step of the engine to ``steps``."""
     spans, step = hook_engine(engine.llm), engine.step
     begun: set[str] = set()
 
@@ -178,8 +178,7 @@ def parts_tables(rows: list[dict[str, Any]]) -> str:
             cells = [f"{p[label]:.3f}" if label in p else "-" for p in arms.values()]
             lines.append(f"| {label}{' (own)' * (label in OWN)} | {' | '.join(cells)} |")
         lines.append("")
-    noted = any(row.get("note") == SAMPLED_STOCK for row in rows)
-    return "\n".join([*lines, *([WHY] if noted else [])])
+    return "\n".join([*lines, explain_notes(rows)]).rstrip()
 
 
 CASE = Case(

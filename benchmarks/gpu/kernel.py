@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     """Add x to the residual, in place; returns residual / rms(residual) * weight: [T, H] each."""
     out = torch.empty_like(residual)
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
     _add_rms_norm[(rows,)](
-        x, residual, weight, out, size, eps, BLOCK=block, num_warps=min(8, max(1, block // 512))
+        x, residual, weight, out, size, 1e-6, BLOCK=block, num_warps=min(8, max(1, block // 512))
     )
     return out
 
