@@ -64,22 +64,18 @@ class EngineProcess:
         self._child.channel.send(name)
         return float(self._child.receive()[1])
 
-    def close(self) -> None:
-        """End the process."""
-        self._child.end()
-        self._log.close()
-
     def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._child.process.kill()  # its results are not needed
-        self.close()
+        self._child.end()
+        self._log.close()
 
 
 def serve(channel: Channel) -> None:
-    """Run groups and read counters until the channel is closed; the body of the process."""
+    """The body of the process: run groups and read counters until the channel is closed."""
     from vllm_medusa.config import run_engines_in_this_process
 
     run_engines_in_this_process()
