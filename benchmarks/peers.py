@@ -52,7 +52,6 @@ from benchmarks.engines import (
 )
 from benchmarks.engines import engine as vllm_engine
 from benchmarks.peers_setup import worker
-from benchmarks.report import describe
 from demo import packed
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.batch import Result
@@ -60,6 +59,7 @@ from vllm_medusa.offline.conversations import prompt_ids
 from vllm_medusa.offline.in_turn import InTurn, run_in_turn
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.options import Positive, option
+from vllm_medusa.plugin import installed_vllm
 
 _DRAFTERS = ROOT / "demo" / "drafters"
 _KV = {"kv_cache_memory_bytes": 1 << 29}
@@ -301,7 +301,7 @@ def measured(what: dict[str, Any], process: Any, found: InTurn, options: PeersOp
     if found.differences and not what["temperature"]:
         numbers["gap"] = largest_gap(str(options.target), found.differences)
     version = getattr(process, "version", "")
-    numbers["version"] = version or f"vLLM {describe('')['vllm']}, {process.dtype}"
+    numbers["version"] = version or f"vLLM {installed_vllm()[1]}, {process.dtype}"
     return Row(what, numbers | memory(process.pid), right=True)
 
 

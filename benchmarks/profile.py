@@ -32,8 +32,9 @@ from benchmarks.engines import (
 )
 from benchmarks.spans import OWN, hook_engine
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.offline.batch import Delta
+from vllm_medusa.offline.batch import Delta, run_batch
 from vllm_medusa.offline.children import run_in_process
+from vllm_medusa.offline.engine import VllmEngine
 from vllm_medusa.options import Positive, option
 
 FORWARD = ("forward without attention", "attention", "LM head")
@@ -96,9 +97,6 @@ def profile_arm(
     from vllm_medusa.config import run_engines_in_this_process
 
     run_engines_in_this_process()
-    from vllm_medusa.offline.batch import run_batch
-    from vllm_medusa.offline.engine import VllmEngine
-
     sampling = ArmSampling(options.max_tokens, temperature)
     engine = VllmEngine(settings(arm, options), sampling, seeded=temperature > 0)
     how: dict[str, Any] = {"concurrency": options.batch[0], "seed": SEED if temperature else None}

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.offline.batch import Conversation, Result, Session
+from vllm_medusa.offline.batch import Conversation, Result, Session, run_batch
 from vllm_medusa.offline.children import ERROR, Channel, Child
-from vllm_medusa.offline.engine import EngineRefused, Sampling
+from vllm_medusa.offline.engine import EngineRefused, Sampling, VllmEngine
 from vllm_medusa.offline.prompts import Prompt
 
 
@@ -79,9 +79,6 @@ def serve(channel: Channel) -> None:
     from vllm_medusa.config import run_engines_in_this_process
 
     run_engines_in_this_process()
-    from vllm_medusa.offline.batch import run_batch
-    from vllm_medusa.offline.engine import VllmEngine
-
     arguments, sampling, seeded = channel.recv()
     try:
         engine = VllmEngine(arguments, sampling, seeded=seeded)
