@@ -1,4 +1,4 @@
-"""Drafters and forms of trees against plain vLLM: speed, load, tau, tokens, noise, lookup, ...
+"""Drafters and forms of trees against plain vLLM: the cases speed, load, tau, tokens, noise, ...
 
     python -m benchmarks speed --drafter DRAFTER --texts FOLDER_OF_PROMPTS
     python -m benchmarks load --batch 1 4 16 --drafter DRAFTER    # full batches
@@ -7,8 +7,8 @@
 These are one benchmark with different defaults (`runner.CASES`). With --rounds 0 nothing is timed:
 tokens per step depend only on the texts, so other load on the machine does not matter; values after
 +- are standard errors over prompts. With --waves 3 a turn has three answers per batch slot: when an
-answer has ended, the next request takes its slot, as in a server, and each answer has its own
-length (`engines.UnevenAnswer`).
+answer ends, the next request takes its slot, as in a server, and each answer has its own length
+(`engines.UnevenAnswer`).
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def static_paths(folder: Path, nodes: int) -> list[list[int]]:
     return [list(path) for path in walked_tree(seen.texts(), nodes, seen.num_ranks)]
 
 
-def best_beside_automatic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_automatic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each load: the automatic budget, and the best of plain vLLM and the other arms."""
     measured, found = [row for row in rows if "ratio_quartiles" in row], []
     for row in measured:
@@ -217,7 +217,7 @@ def best_beside_automatic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def text(rows: list[dict[str, Any]]) -> str:
     """The text below the table."""
     parts = [explain_notes(rows)]
-    if best := best_beside_automatic(rows):
+    if best := compare_automatic(rows):
         columns = {
             "drafter": ("drafter", ""),
             "form": ("form", ""),

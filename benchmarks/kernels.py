@@ -6,7 +6,7 @@ Calls run back to back in a CUDA graph, each on a different copy of the cache, s
 never in the L2 cache, as in the layers of a model. For comparison, on contiguous caches of the same
 shapes: torch's FlashAttention and cuDNN without a mask, which read the same amount but do not
 support trees, and its memory-efficient kernel with the tree's mask. For them too, query heads that
-share a key head are folded into the rows. Every result is checked for the last request.
+share a key head are folded into the rows. The result of the last request is checked every time.
 
     floor        bytes of keys and values, read once, over the measured copy bandwidth
     arithmetic   4 * rows * heads * keys * head size over the measured bf16 matmul rate; where it
@@ -270,7 +270,7 @@ def specs(options: KernelsOptions) -> Iterator[Spec]:
 def other_tiles(stages: int, per_sm: int) -> Iterator[None]:
     """Within the block, use these values instead of those chosen by `tile_sizes`; 0: unchanged.
 
-    This compares the two choices that were not confirmed on a GPU with alternatives.
+    Both values were chosen without a GPU; this measures alternatives.
     """
     from vllm_medusa.scorer import launch
 

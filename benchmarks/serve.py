@@ -7,11 +7,11 @@ and in a ramp up and down, independently of answers. All servers are running, bu
 is under load, with the same prompts, seeds and arrivals: A B C A, then in reverse. Plain vLLM has
 two rows; their difference shows the noise. Requests are sent and timed by vLLM's own `vllm bench
 serve`. In float32 answers must equal plain vLLM's; in other dtypes, where near-ties depend on the
-other requests of a step, different ones are counted, also those of the second row.
+other requests of a step, different answers are counted, including those of plain vLLM's second row.
 
-TTFT is the time to the first token. TPOT is a request's time after it, divided by the number of the
+TTFT is the time to the first token. TPOT is a request's time after it, divided by the number of
 remaining tokens. Tokens accepted together arrive together; ITL is the time between two such
-arrivals. Ratios are of each request to the same one in plain vLLM: its TTFT, and its tokens per
+arrivals. Ratios compare each request with the same one in plain vLLM: its TTFT, and its tokens per
 second from arrival to end.
 """
 

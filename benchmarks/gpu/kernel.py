@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
-"""Operations that a serving engine fuses between matrix products, so that plain steps are not slow.
+"""Fused operations between matrix products, as in a serving engine.
 
-A step of 64 nodes is compared with a plain step, so a plain step of many small launches
-would make it look too good. With these three, a layer has ten launches, about as many as in vLLM.
+A step of 64 nodes is compared with a plain step. Many small launches would slow down plain steps
+and make the comparison unfair. With these three, a layer has ten launches, about as many as in
+vLLM.
 """
 
 from __future__ import annotations
