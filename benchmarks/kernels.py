@@ -260,10 +260,10 @@ def rivals(made: Setup) -> dict[str, Callable[[int], Tensor]]:
 def specs(options: KernelsOptions) -> Iterator[Spec]:
     """All shapes, the most informative first."""
     cache = torch.float8_e4m3fn if options.fp8 else torch.bfloat16
-    more = (cache, options.head_size, options.chunk)
     shapes = product(options.batches, options.contexts, options.nodes, LAYOUTS.items())
     for batch, context, nodes, (layout, heads) in shapes:
-        yield Spec(layout, *heads, batch, context, nodes, *more)
+        size, chunk = options.head_size, options.chunk
+        yield Spec(layout, *heads, batch, context, nodes, cache, size, chunk)
 
 
 @contextmanager
