@@ -1,4 +1,4 @@
-"""Drafters and forms of trees against plain vLLM: speed, load, tau, tokens, noise, lookup, ...
+"""Drafters and forms of trees against plain vLLM: the cases speed, load, tau, tokens, noise, ...
 
     python -m benchmarks speed --drafter DRAFTER --texts FOLDER_OF_PROMPTS
     python -m benchmarks load --batch 1 4 16 --drafter DRAFTER    # full batches
@@ -7,8 +7,8 @@
 These are one benchmark with different defaults (`runner.CASES`). With --rounds 0 nothing is timed:
 tokens per step depend only on the texts, so other load on the machine does not matter; values after
 +- are standard errors over prompts. With --waves 3 a turn has three answers per batch slot: when an
-answer has ended, the next request takes its slot, as in a server, and each answer has its own
-length (`engines.UnevenAnswer`).
+answer ends, the next request takes its slot, as in a server, and each answer has its own length
+(`engines.UnevenAnswer`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from benchmarks.case import Case, Plot, Row
-from benchmarks.engines import SAMPLED_STOCK, WHY, Arm, EngineOptions, UnevenAnswer, compare
+from benchmarks.engines import Arm, EngineOptions, UnevenAnswer, compare, explain_notes
 from benchmarks.report import table
 from demo import packed
 from vllm_medusa.calibration import CalibrationError
@@ -194,7 +194,7 @@ def static_paths(folder: Path, nodes: int) -> list[list[int]]:
     return [list(path) for path in walked_tree(seen.texts(), nodes, seen.num_ranks)]
 
 
-def best_beside_automatic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_automatic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each load: the automatic budget, and the best of plain vLLM and the other arms."""
     measured, found = [row for row in rows if "ratio_quartiles" in row], []
     for row in measured:
@@ -216,8 +216,8 @@ def best_beside_automatic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def text(rows: list[dict[str, Any]]) -> str:
     """The text below the table."""
-    parts = [WHY] if any(row.get("note") == SAMPLED_STOCK for row in rows) else []
-    if best := best_beside_automatic(rows):
+    parts = [explain_notes(rows)]
+    if best := compare_automatic(rows):
         columns = {
             "drafter": ("drafter", ""),
             "form": ("form", ""),
@@ -231,7 +231,7 @@ def text(rows: list[dict[str, Any]]) -> str:
             "relative": ("automatic / best", ".3f"),
         }
         parts.append("\n".join(table(best, columns)))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 COLUMNS = {

@@ -41,11 +41,6 @@ from vllm_medusa.tree.topology import MAX_NODES
 
 SEED = 0
 SAMPLED_STOCK = "not measured when sampling, see below"
-WHY = (
-    "vLLM's own speculation is not measured at temperatures above 0: on CPUs the rejection sampler "
-    "of vLLM 0.32 is wrong in every batch with a sampled request, with or without this "
-    "plugin; elsewhere it uses other random numbers than plain vLLM."
-)
 _OPENMP = "libiomp5.so"  # Intel's, which vLLM recommends on CPUs
 _KV_BYTES = 1 << 30
 _PREFILLS = 16  # full-length prompts that fit into a step
@@ -62,7 +57,7 @@ class EngineOptions(Options):
         "folder of the target; default: SmolLM2-135M-Instruct, as in `make demo`", default=None
     )
     drafter: Path = option(
-        "folder of its heads or EAGLE drafter",
+        "folder of the target's heads or EAGLE drafter",
         default=ROOT / "demo" / "drafters" / "hydra",
         shown="the demo's Hydra heads",
     )
@@ -93,9 +88,7 @@ class EngineOptions(Options):
     def tasks(self) -> Tasks:
         """The prompts of each file, by its name.
 
-        Raises:
-            ValueError: a file is unreadable or has bad lines.
-
+        Raises ValueError: a file is unreadable or has bad lines.
         """
         files = [
             file
@@ -105,12 +98,7 @@ class EngineOptions(Options):
         return {file.stem: load_prompts(file)[: self.prompts] for file in files}
 
     def chosen(self, arms: Sequence[Arm]) -> list[Arm]:
-        """The arms whose names --only matches.
-
-        Raises:
-            ValueError: it matches none.
-
-        """
+        """The arms whose names --only matches. Raises ValueError: it matches none."""
         found = [arm for arm in arms if re.search(self.only or "", arm.name)]
         if self.only and not found:
             names = ", ".join(arm.name for arm in arms)
@@ -124,7 +112,7 @@ class EngineOptions(Options):
 
 
 def answer_limit(prompt: Prompt, mean: int) -> int:
-    """0.5 to 1.5 times ``mean`` tokens, by the prompt's index."""
+    """Max tokens of an answer: 0.5 to 1.5 times ``mean``, drawn from the prompt's index."""
     return random.Random(prompt.index).randint(max(1, mean // 2), mean + mean // 2)
 
 
@@ -132,8 +120,8 @@ def answer_limit(prompt: Prompt, mean: int) -> int:
 class UnevenAnswer(Conversation):
     """A prompt whose answer has at most `answer_limit` tokens.
 
-    Answers of equal length end together only in plain vLLM, which then has full batches and fewer
-    steps with a prefill than drafts, a server or texts that end by themselves.
+    Answers of equal length end at the same step in plain vLLM, but not with drafts. Plain vLLM
+    would then have fuller batches and fewer steps with a prefill, which real workloads do not have.
     """
 
     mean: int = 2
@@ -312,6 +300,17 @@ def _together(rows: Sequence[Row], point: tuple[Arm, int, float]) -> Row:
     if "ratio" in right[0].numbers:
         numbers["ratio"] = statistics.geometric_mean(row.numbers["ratio"] for row in right)
     return Row(what, numbers, right=True)
+
+
+def explain_notes(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The text below a table with the note `SAMPLED_STOCK`; else empty."""
+    if not any(row.get("note") == SAMPLED_STOCK for row in rows):
+        return ""
+    return (
+        "vLLM's own speculation is not measured at temperatures above 0: on CPUs the rejection "
+        "sampler of vLLM 0.32 is wrong in every batch with a sampled request, with or without this "
+        "plugin; elsewhere it uses other random numbers than plain vLLM."
+    )
 
 
 def tau_numbers(counts: Counts, base: Counts | None = None) -> dict[str, Any]:

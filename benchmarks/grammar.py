@@ -69,12 +69,7 @@ def tasks_of(options: GrammarOptions) -> Tasks:
 
 
 def judge(results: Sequence[Result]) -> dict[str, Any]:
-    """Return the number of complete answers.
-
-    Raises:
-        ValueError: a complete answer is not JSON.
-
-    """
+    """The number of complete answers. Raises ValueError: a complete answer is not JSON."""
     complete = [r.answers[0].text for r in results if r.answers[0].finish_reason == "stop"]
     for text in complete:
         json.loads(text)

@@ -6,7 +6,7 @@ Calls run back to back in a CUDA graph, each on a different copy of the cache, s
 never in the L2 cache, as in the layers of a model. For comparison, on contiguous caches of the same
 shapes: torch's FlashAttention and cuDNN without a mask, which read the same amount but do not
 support trees, and its memory-efficient kernel with the tree's mask. For them too, query heads that
-share a key head are folded into the rows. Every result is checked for the last request.
+share a key head are folded into the rows. The result of the last request is checked every time.
 
     floor        bytes of keys and values, read once, over the measured copy bandwidth
     arithmetic   4 * rows * heads * keys * head size over the measured bf16 matmul rate; where it
@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.case import Case, Plot, Row, attempt, titled
 from benchmarks.gpu.clock import Clock, here
-from benchmarks.gpu.decoder import choose_parts, step_batch, step_tree
+from benchmarks.gpu.decoder import BLOCK_SIZE, choose_parts, step_batch, step_tree
 from benchmarks.gpu.model import paged_tree_attention
 from vllm_medusa.job import Progress
 from vllm_medusa.options import FromZero, Options, Positive, option
@@ -49,11 +49,10 @@ LAYOUTS = {  # query heads, key heads
     "Llama-3-70B": (64, 8),
 }
 RELATIVE = 1.2e-2  # for bf16: ||out - ref|| / ||ref||
-BLOCK_SIZE = 16
 COLD = 4  # total size of cache copies, relative to the L2 cache
-MOST_COPIES = 256
+MAX_COPIES = 256
 CACHE_BYTES = 40 << 30
-ENOUGH_US = 300.0  # shorter graphs can't be timed accurately
+MIN_US = 300.0  # shorter graphs can't be timed accurately
 
 
 class KernelsOptions(Options):
@@ -141,8 +140,8 @@ class Setup:
 class Memory:
     """One allocation for all timed caches, filled once with random values.
 
-    A cache on an H200 can be 34 GB: allocating and filling it for each shape would take longer
-    than all measurements. Values matter: with zeros a GPU runs at higher clocks.
+    A cache can take 34 GB: allocating and filling it for each shape would take longer than all
+    measurements. It is not filled with zeros, because a GPU runs at higher clocks with them.
     """
 
     def __init__(self, device: str) -> None:
@@ -156,9 +155,7 @@ class Memory:
     def take(self, copies: int, elements: int, dtype: torch.dtype) -> Tensor:
         """``copies`` of ``elements`` values, [copies, elements]; random, for fp8 from 0 to 1.875.
 
-        Raises:
-            ValueError: not enough memory.
-
+        Raises ValueError: not enough memory.
         """
         size = copies * elements * dtype.itemsize
         if size > self.limit:
@@ -177,7 +174,7 @@ def setup(spec: Spec, memory: Memory, l2_bytes: int) -> Setup:
     """Lay out a spec: blocks in random order, queries as in a packed projection."""
     device, dim = memory.device, spec.head_size
     fit = memory.limit // (spec.cache_elements * spec.cache.itemsize)
-    copies = max(1, min(-(-COLD * l2_bytes // spec.kv_bytes), fit, MOST_COPIES))
+    copies = max(1, min(-(-COLD * l2_bytes // spec.kv_bytes), fit, MAX_COPIES))
     flat = memory.take(copies, spec.cache_elements, spec.cache)
     count = len(spec.lengths)
     ids = torch.randperm(count * spec.width, generator=torch.Generator().manual_seed(0)).int()
@@ -265,16 +262,15 @@ def specs(options: KernelsOptions) -> Iterator[Spec]:
     cache = torch.float8_e4m3fn if options.fp8 else torch.bfloat16
     shapes = product(options.batches, options.contexts, options.nodes, LAYOUTS.items())
     for batch, context, nodes, (layout, heads) in shapes:
-        shape = Spec(layout, *heads, batch, context, nodes, cache)
-        more = {name: getattr(options, name) for name in ("head_size", "chunk")}
-        yield replace(shape, **more)
+        size, chunk = options.head_size, options.chunk
+        yield Spec(layout, *heads, batch, context, nodes, cache, size, chunk)
 
 
 @contextmanager
 def other_tiles(stages: int, per_sm: int) -> Iterator[None]:
     """Within the block, use these values instead of those chosen by `tile_sizes`; 0: unchanged.
 
-    This compares the two choices that were not confirmed on a GPU with alternatives.
+    Both values were chosen without a GPU; this measures alternatives.
     """
     from vllm_medusa.scorer import launch
 
@@ -294,18 +290,14 @@ def run(options: KernelsOptions, progress: Progress) -> Iterator[Row]:
     """A row for each shape; times in microseconds of one call."""
     device, clock = here()
     with other_tiles(options.stages, options.per_sm):
-        yield from _rows(options, progress, device, clock)
-
-
-def _rows(options: KernelsOptions, progress: Progress, device: str, clock: Clock) -> Iterator[Row]:
-    memory, rates = Memory(device), clock.rates()
-    progress.note(", ".join(f"{name} {value:.3g}" for name, value in rates.items()))
-    for spec in specs(options):
-        shown = f"{spec.layout}, batch {spec.batch}, context {spec.context}, {spec.nodes} nodes"
-        names = ("layout", "batch", "context", "nodes", "chunk")
-        what = {"name": shown, **{name: getattr(spec, name) for name in names}}
-        what |= {"stages": options.stages, "per_sm": options.per_sm}
-        yield attempt(what, partial(measure, what, spec, memory, clock, rates))
+        memory, rates = Memory(device), clock.rates()
+        progress.note(", ".join(f"{name} {value:.3g}" for name, value in rates.items()))
+        for spec in specs(options):
+            shown = f"{spec.layout}, batch {spec.batch}, context {spec.context}, {spec.nodes} nodes"
+            names = ("layout", "batch", "context", "nodes", "chunk")
+            what = {"name": shown, **{name: getattr(spec, name) for name in names}}
+            what |= {"stages": options.stages, "per_sm": options.per_sm}
+            yield attempt(what, partial(measure, what, spec, memory, clock, rates))
 
 
 def measure(
@@ -318,7 +310,7 @@ def measure(
         return Row(what, failed=f"relative error of {error:.3g}")
     floor = spec.kv_bytes / rates["copy_bytes_per_s"] * 1e6
     copies = len(made.flat)
-    calls = max(copies, min(200, int(ENOUGH_US / max(floor, 1.0)))) if floor else copies
+    calls = max(copies, min(200, int(MIN_US / max(floor, 1.0)))) if floor else copies
     calls = calls if memory.device == "cuda" else 1
 
     def microseconds(attend: Callable[[int], Any]) -> float:

@@ -4,14 +4,14 @@
 
 All engines run the same target on the same prompts (token ids) and cores, and stop at the same
 tokens. The methods of one engine are started together and take turns of --waves answers per batch
-slot: when an answer has ended, the next request takes its slot, as in a server. Each answer has its
-own length (`engines.UnevenAnswer`). ``ratio`` compares each with the engine's plain decoding, round
-by round. The engines follow one another: their tokens per second are comparable only on an idle
-machine.
+slot: when an answer ends, the next request takes its slot, as in a server. Each answer has its own
+length (`engines.UnevenAnswer`). ``ratio`` compares each with the engine's plain decoding, round by
+round. Engines are measured one after the other, so their tokens per second are comparable only on
+an idle machine.
 
-Answers equal to the engine's plain ones are counted; in low precision near-ties are resolved
+Answers equal to the engine's plain ones are counted; in low precision, near-ties may be resolved
 differently. At temperature 0 the largest gap between the logits of differing tokens is reported, as
-in `benchmarks.engines`. Tau is of the first round.
+in `benchmarks.engines`. Tau is that of the first round.
 
 Other engines are installed in environments of their own. OpenVINO computes in --dtype with fp16 or
 int8 weights, llama.cpp by its defaults with fp16 weights. Memory is that of the engine's processes:
@@ -41,18 +41,17 @@ from benchmarks.engines import (
     PLAIN,
     SAMPLED_STOCK,
     SEED,
-    WHY,
     Arm,
     ArmSampling,
     EngineOptions,
     UnevenAnswer,
+    explain_notes,
     largest_gap,
     tau_numbers,
     time_numbers,
 )
 from benchmarks.engines import engine as vllm_engine
 from benchmarks.peers_setup import worker
-from benchmarks.report import describe
 from demo import packed
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.batch import Result
@@ -60,13 +59,14 @@ from vllm_medusa.offline.conversations import prompt_ids
 from vllm_medusa.offline.in_turn import InTurn, run_in_turn
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.options import Positive, option
+from vllm_medusa.plugin import installed_vllm
 
 _DRAFTERS = ROOT / "demo" / "drafters"
 _KV = {"kv_cache_memory_bytes": 1 << 29}
 _GREEDY = "OpenVINO's EAGLE-3 is greedy only"
 _SINGLE = "measured with one request at a time only"
 _NGRAM = 3  # max tokens that lookup compares
-Knobs = dict[str, int]  # an engine's own options of speculation
+Knobs = dict[str, int]  # an engine's own options for speculation
 
 
 class PeersOptions(EngineOptions):
@@ -105,7 +105,7 @@ class Peer:
     method: str  # "plain" is the reference of the engine's others
     start: Callable[[], AbstractContextManager[Any]]
     greedy: str = ""  # why it is not measured when sampling
-    single: str = ""  # why it is not measured in batches
+    single: str = ""  # why it is not measured at batch sizes above 1
     missing: str = ""  # why it is not measured at all
     process: Any = None
     failed: str = ""
@@ -155,7 +155,7 @@ def peers(options: PeersOptions, eos: list[int], progress: Progress) -> Iterator
     config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": options.chain}
     config |= {"prompt_lookup_min": 2, "prompt_lookup_max": _NGRAM}
     yield vllm("n-gram", Arm("n-gram", config, stock=True))
-    # without its cache of earlier answers, which would hold these very answers
+    # without its cache of earlier answers, which would contain the same answers
     config = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
     missing = "" if find_spec("arctic_inference") else "arctic-inference is not installed"
     yield vllm("suffix decoding", Arm("suffix", config, stock=True), missing)
@@ -301,7 +301,7 @@ def measured(what: dict[str, Any], process: Any, found: InTurn, options: PeersOp
     if found.differences and not what["temperature"]:
         numbers["gap"] = largest_gap(str(options.target), found.differences)
     version = getattr(process, "version", "")
-    numbers["version"] = version or f"vLLM {describe('')['vllm']}, {process.dtype}"
+    numbers["version"] = version or f"vLLM {installed_vllm()[1]}, {process.dtype}"
     return Row(what, numbers | memory(process.pid), right=True)
 
 
@@ -314,11 +314,6 @@ def memory(pid: int) -> dict[str, float]:
         peak += 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
         pss += process.memory_full_info().pss
     return {"peak_gb": peak / 1e9, "pss_gb": pss / 1e9}
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The text below the table."""
-    return WHY if any(row.get("note") == SAMPLED_STOCK for row in rows) else ""
 
 
 CASE = Case(
@@ -338,5 +333,5 @@ CASE = Case(
     },
     QUICK,
     Plot("batch", ("tokens_per_second", "ratio")),
-    text,
+    explain_notes,
 )

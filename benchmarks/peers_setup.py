@@ -1,6 +1,6 @@
 """Environments, model files and processes of other engines, for `benchmarks.peers`.
 
-Environments (virtual environments with packages of pip's index) and files are made once and kept.
+Environments (virtual environments with packages from pip's index) and files are made once and kept.
 Models are exported as each engine requires: by optimum-intel for OpenVINO, by llama.cpp's own
 script as a GGUF file.
 """
@@ -137,7 +137,7 @@ def worker(settings: dict[str, Any], folder: Path, progress: Progress) -> Iterat
             yield Worker(process, Path(log.name), settings | files)
         finally:
             process.kill()
-            with suppress(BrokenPipeError):  # of what an ended engine did not read
+            with suppress(BrokenPipeError):  # the engine ended without reading its input
                 process.stdin.close()  # type: ignore[union-attr]
 
 
@@ -194,7 +194,8 @@ def _export_drafter(python: Path, weights: str, drafter: Path, target: Path, pat
 
     optimum-intel reads AngelSlim's layout, which is `convert`'s native one, without variants. GenAI
     reads the outputs of the target's layers in the model's ``hidden_layers_list``
-    (eagle3_model_transforms.cpp); a drafter's numbers mean inputs, outputs of the layers before.
+    (eagle3_model_transforms.cpp). A drafter's layer ids refer to inputs of layers, which are the
+    outputs of the layers before.
     """
     with tempfile.TemporaryDirectory() as scratch, new_folder(path) as part:
         native, exported = Path(scratch, "native"), Path(scratch, "exported")

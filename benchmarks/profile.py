@@ -23,17 +23,18 @@ from benchmarks.engines import (
     PLAIN,
     SAMPLED_STOCK,
     SEED,
-    WHY,
     Arm,
     ArmSampling,
     EngineOptions,
     environment,
+    explain_notes,
     settings,
 )
 from benchmarks.spans import OWN, hook_engine
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.offline.batch import Delta
+from vllm_medusa.offline.batch import Delta, run_batch
 from vllm_medusa.offline.children import run_in_process
+from vllm_medusa.offline.engine import VllmEngine
 from vllm_medusa.options import Positive, option
 
 FORWARD = ("forward without attention", "attention", "LM head")
@@ -96,9 +97,6 @@ def profile_arm(
     from vllm_medusa.config import run_engines_in_this_process
 
     run_engines_in_this_process()
-    from vllm_medusa.offline.batch import run_batch
-    from vllm_medusa.offline.engine import VllmEngine
-
     sampling = ArmSampling(options.max_tokens, temperature)
     engine = VllmEngine(settings(arm, options), sampling, seeded=temperature > 0)
     how: dict[str, Any] = {"concurrency": options.batch[0], "seed": SEED if temperature else None}
@@ -114,7 +112,7 @@ def profile_arm(
 
 
 def _record(engine: Any, steps: list[Step]) -> None:
-    """Append every step of an engine to ``steps``."""
+    """Append each later step of the engine to ``steps``."""
     spans, step = hook_engine(engine.llm), engine.step
     begun: set[str] = set()
 
@@ -178,8 +176,7 @@ def parts_tables(rows: list[dict[str, Any]]) -> str:
             cells = [f"{p[label]:.3f}" if label in p else "-" for p in arms.values()]
             lines.append(f"| {label}{' (own)' * (label in OWN)} | {' | '.join(cells)} |")
         lines.append("")
-    noted = any(row.get("note") == SAMPLED_STOCK for row in rows)
-    return "\n".join([*lines, *([WHY] if noted else [])])
+    return "\n".join([*lines, explain_notes(rows)]).rstrip()
 
 
 CASE = Case(

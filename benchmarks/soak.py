@@ -32,7 +32,8 @@ from vllm_medusa.options import Above, FromZero, Positive, Seed, option
 
 MODEL = "target"
 _REFUSALS = range(400, 500)
-_EVERY = 0.5  # seconds between memory samples
+_SAMPLE_S = 0.5  # between memory samples
+_SETTLE_S = 30.0  # for the last requests to leave the engine
 _LOST_S = 300.0  # a request that takes longer is lost
 
 
@@ -78,14 +79,14 @@ def run(options: SoakOptions, progress: Progress) -> Iterator[Row]:
     planned = [pool[index % len(pool)] for index in range(options.requests)]
     known = list({each.key: each for each in pool if each.compared}.values())
     progress.note(f"{len(known)} answers of plain vLLM")
-    with server(PLAIN, options, more=words(options)) as url:
+    with server(PLAIN, options, more=server_options(options)) as url:
         plain, _ = asyncio.run(ask_all(url, known, options.clients))
     wanted = {each.key: asdict(found) for each, found in zip(known, plain, strict=True)}
     form = "dynamic" if options.budget else "automatic"
     arm = arm_of(options.drafter, form, options.budget)
     assert arm is not None  # every drafter supports these forms
     progress.note(f"{len(planned)} requests")
-    with server(arm, options, more=words(options)) as url:
+    with server(arm, options, more=server_options(options)) as url:
         processes = processes_of(url)
         start = time.monotonic()
         answers, at_most = asyncio.run(ask_all(url, planned, options.clients, processes))
@@ -115,7 +116,7 @@ def run(options: SoakOptions, progress: Progress) -> Iterator[Row]:
         yield Row({"name": each.name}, numbers, right=not grown, failed=reason)
 
 
-def words(options: SoakOptions) -> dict[str, Any]:
+def server_options(options: SoakOptions) -> dict[str, Any]:
     """Options of both servers beyond an arm's settings."""
     return {
         "enable_prefix_caching": True,
@@ -131,9 +132,7 @@ async def ask_all(
 ) -> tuple[list[Any], int]:
     """Send all requests, ``clients`` at a time; a lost one has its error as the answer.
 
-    Returns:
-        The answers in the order of the requests, and the max number of concurrent requests.
-
+    Returns the answers in the order of the requests, and the max number of concurrent requests.
     """
     from openai import AsyncOpenAI
 
@@ -158,7 +157,7 @@ async def ask_all(
             while True:
                 for each in processes:
                     each.look(state["done"])
-                await asyncio.sleep(_EVERY)
+                await asyncio.sleep(_SAMPLE_S)
 
         watching = asyncio.create_task(watch())
         try:
@@ -190,9 +189,9 @@ def _lost(lost: int, left: float, answers: Sequence[Any]) -> str:
     return f"{left:.0f} requests are still running or waiting in the engine" if left else ""
 
 
-def settled(url: str, seconds: float = 30.0) -> float:
-    """Number of requests left in the engine after a while."""
-    end, left = time.monotonic() + seconds, 1.0
+def settled(url: str) -> float:
+    """Number of requests left in the engine after at most `_SETTLE_S` seconds."""
+    end, left = time.monotonic() + _SETTLE_S, 1.0
     while left and time.monotonic() < end:
         time.sleep(1)
         urllib.request.urlopen(f"{url}/health", timeout=10).close()

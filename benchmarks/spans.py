@@ -32,12 +32,12 @@ class Spans:
         self._since = 0.0
 
     def take(self) -> dict[str, float]:
-        """Returns the collected times, and resets them."""
+        """Return the collected times, and reset them."""
         taken, self._seconds = dict(self._seconds), defaultdict(float)
         return taken
 
     def hook(self, owner: Any, name: str, label: str, within: dict[str, str] | None = None) -> None:
-        """Times `owner.name`, if it exists, as `label`.
+        """Time `owner.name`, if it exists, as ``label``.
 
         ``within`` maps the label of the directly enclosing span to the label to use instead.
         """
@@ -69,7 +69,7 @@ class Spans:
 
 
 def hook_engine(llm: Any) -> Spans:
-    """Times the parts of an in-process engine, for any kind of speculation."""
+    """Time the parts of an in-process engine, for any kind of speculation."""
     spans = Spans()
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
@@ -96,25 +96,16 @@ def hook_engine(llm: Any) -> Spans:
     spans.hook(runner, "_sample", "verification" if speculates else "sampling")
     spans.hook(runner, "propose_draft_token_ids", drafting)
     spans.hook(runner, "take_draft_token_ids", drafting)  # trees: after the tokens are sent
-    heads = (
-        getattr(runner.drafter, "heads", getattr(runner.drafter, "model", None))
-        if speculates
-        else None
-    )
-    if heads is not None:
+    if speculates:
+        heads = getattr(runner.drafter, "heads", getattr(runner.drafter, "model", None))
         spans.hook(heads, "forward", "heads")
         spans.hook(heads, "compute_logits", "heads' LM head")
-    if hasattr(runner, "trees"):
-        _hook_trees(spans, runner)
+    if hasattr(runner, "trees"):  # our runner
+        from vllm_medusa.integration import request_trees
+        from vllm_medusa.integration.attention import cpu_attention
+
+        spans.hook(runner.trees, "compact", "compaction")
+        spans.hook(request_trees.TreeStep, "build", "tree layout")
+        spans.hook(request_trees, "write_positions", "tree layout")
+        spans.hook(cpu_attention, "plan_trees", "tree plan")
     return spans
-
-
-def _hook_trees(spans: Spans, runner: Any) -> None:
-    """Times the parts that only our own runner has."""
-    from vllm_medusa.integration import request_trees as module
-    from vllm_medusa.integration.attention import cpu_attention
-
-    spans.hook(runner.trees, "compact", "compaction")
-    spans.hook(module.TreeStep, "build", "tree layout")
-    spans.hook(module, "write_positions", "tree layout")
-    spans.hook(cpu_attention, "plan_trees", "tree plan")

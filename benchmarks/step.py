@@ -2,9 +2,9 @@
 
     python -m benchmarks kernels step
 
-Weights are random, and the verdict is planted (see `benchmarks.gpu.decoder`), so that every step
-accepts five drafts and moves their keys and values. Two kinds of heads are timed: with separate LM
-heads, as published for Medusa, and with the target's LM head for all.
+Weights are random, and the verdict is fixed in advance (``planted`` in `benchmarks.gpu.decoder`),
+so that every step accepts five drafts and moves their keys and values. Two kinds of heads are
+timed: with separate LM heads, as published for Medusa, and with the target's LM head for all.
 
     step      everything, as one graph
     score     forward pass, logits, argmax       attention  its attention, all layers

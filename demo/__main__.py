@@ -1,7 +1,6 @@
 """`python -m demo`: a chat model in plain vLLM and with tree drafts, replayed side by side.
 
-Only one engine generates at a time. To measure your own drafters, use
-`vllm-medusa compare`.
+Only one engine generates at a time. To measure your own drafters, use `vllm-medusa compare`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Both engines on the demo's prompts: they start concurrently and then run one at a time.
 
-Start-up is mostly compilation, which keeps one core busy. An engine without requests
-uses no core, so each engine is measured alone.
+Start-up is mostly compilation, which keeps one core busy. An engine without requests is idle, so
+each engine is measured alone.
 """
 
 from __future__ import annotations
@@ -80,28 +80,25 @@ def record(
 ) -> tuple[Run, ...]:
     """Run all prompts through each engine, one at a time, at each temperature.
 
-    Raises:
-        EngineRefused, JobFailed: an engine failed to start.
-        ValueError: a prompt was refused.
-
+    Raises EngineRefused, JobFailed: an engine failed to start; ValueError: a prompt was refused.
     """
     from transformers import AutoTokenizer
 
     plain = {"model": str(target), "dtype": "float32", **engine_args}
     drafted = plain | {"speculative_config": dict(speculation)}
     settings = {"plain vLLM": plain, "with drafts": drafted}
-    ways = [Sampling(max_tokens=max_tokens, temperature=t) for t in temperatures]
+    samplings = [Sampling(max_tokens=max_tokens, temperature=t) for t in temperatures]
     progress.note(
         "both engines start concurrently (two idle cores: two minutes), then run one at a time"
     )
-    hottest = max(ways, key=lambda way: way.temperature)
-    starts = {name: Start(each, hottest).engine for name, each in settings.items()}
+    highest = max(samplings, key=lambda sampling: sampling.temperature)
+    starts = {name: Start(each, highest).engine for name, each in settings.items()}
     _wait(list(starts.values()), progress)
     answers = {}
     with ExitStack() as stack:
         engines = {name: stack.enter_context(start.result()) for name, start in starts.items()}
         for name, engine in engines.items():
-            answers[name] = _answers(name, engine, prompts, ways, progress)
+            answers[name] = _answers(name, engine, prompts, samplings, progress)
     tokenizer = AutoTokenizer.from_pretrained(target)
     return tuple(
         Run(
@@ -134,16 +131,16 @@ def _answers(
     name: str,
     engine: EngineProcess,
     prompts: Sequence[Prompt],
-    ways: Sequence[Sampling],
+    samplings: Sequence[Sampling],
     progress: Progress,
 ) -> dict[tuple[float, int], TimedAnswer]:
     """Generate all answers with one engine."""
     answers = dict[tuple[float, int], TimedAnswer]()
     engine.session = TimedConversation
-    for way in ways:
-        engine.sampling = replace(way, max_tokens=_WARM_UP)
+    for sampling in samplings:
+        engine.sampling = replace(sampling, max_tokens=_WARM_UP)
         engine.run(prompts[:1], 1, _SEED)
-    for engine.sampling in ways:
+    for engine.sampling in samplings:
         for done, prompt in enumerate(prompts, start=1):
             (result,), _ = engine.run([prompt], 1, _SEED)
             if result.error is not None:
@@ -151,8 +148,7 @@ def _answers(
             answer = result.answers[0]
             assert isinstance(answer, TimedAnswer)
             answers[engine.sampling.temperature, prompt.index] = answer
-            at = f"{name}, T {engine.sampling.temperature:g}"
-            progress.at(at, done, len(prompts))
+            progress.at(f"{name}, T {engine.sampling.temperature:g}", done, len(prompts))
     return answers
 
 

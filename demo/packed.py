@@ -1,4 +1,4 @@
-"""A drafter's folder at half the size: int8 weights with one scale per output row.
+"""Pack a drafter's folder to half its size: int8 weights with one scale per output row.
 
     python -m demo.packed FOLDER OUTPUT --target TARGET     # packs a drafter, or unpacks it
 
@@ -66,11 +66,8 @@ def pack(folder: Path, output: Path, target: Path | None = None) -> None:
 def unpack(folder: Path, output: Path, target: Path | None) -> None:
     """Write the drafter that was passed to `pack`, with its matrices rounded; replaces ``output``.
 
-    ``target`` is the folder of its target model.
-
-    Raises:
-        FileRefused: the file is damaged or was not packed, or its target is required.
-
+    ``target`` is the folder of its target model. Raises FileRefused: the file is damaged or was not
+    packed, or its target is required.
     """
     packed, metadata = _read(folder)
     if metadata.get("packed") != FORMAT:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def joined(steps: Iterable[Step]) -> list[Span]:
 
 @dataclass(frozen=True)
 class Run:
-    """A prompt at a temperature, answered by plain vLLM and with drafts."""
+    """A prompt answered at one temperature by plain vLLM and with drafts."""
 
     name: str
     prompt: str
@@ -149,7 +149,7 @@ class Recording:
     target: str
     drafter: str
     machine: str
-    runs: tuple[Run, ...] = field(default=())
+    runs: tuple[Run, ...]
 
     def figures(self) -> list[Figures]:
         """One row per temperature, in order."""
@@ -174,12 +174,7 @@ class Recording:
 
     @classmethod
     def load(cls, path: Path) -> Recording:
-        """Read what `save` wrote.
-
-        Raises:
-            OSError, ValueError: the file is unreadable or is not a recording.
-
-        """
+        """Read what `save` wrote. Raises OSError, ValueError: unreadable, or not a recording."""
         document = read_json(path)
         if document.pop("format", None) != FORMAT:
             raise ValueError(

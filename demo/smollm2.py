@@ -38,9 +38,7 @@ def build(
 ) -> Path:
     """Write the model's folder (270 MB, bf16) unless it exists, and return it.
 
-    Raises:
-        ModelUnavailable: the package was not found, or the file has other contents.
-
+    Raises ModelUnavailable: the package was not found, or the file has other contents.
     """
     if (folder / "config.json").exists():
         return folder

@@ -90,12 +90,7 @@ def _clean(text: str) -> str:
 
 
 def draw(recording: Recording, runs: Sequence[Run]) -> str:
-    """The SVG; ``runs`` are its scenes, at least one.
-
-    Raises:
-        ValueError: ``runs`` is empty.
-
-    """
+    """The SVG; ``runs`` are its scenes. Raises ValueError: there are none."""
     if not runs:
         raise ValueError("there is nothing to draw; set --replays to a number above 0.")
     lengths = [_LEAD + run.seconds + _HOLD for run in runs]

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train the demo's drafters: make drafters
 #
-# SmolLM2 generates both sides of conversations; Medusa heads, Hydra heads and an EAGLE-3
-# drafter are trained on its answers. If interrupted, the same command resumes.
+# SmolLM2 generates both sides of conversations; Medusa heads, Hydra heads and an EAGLE-3 drafter are
+# trained on its answers. If interrupted, the same command resumes.
 #
 #   CONVERSATIONS=8000 make drafters      more texts, with about 560 answer tokens each
 #   KINDS="hydra medusa" make drafters    only these drafters (hydra, medusa, eagle3)

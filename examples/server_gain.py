@@ -1,10 +1,10 @@
-"""Measure a running server's speed with drafts against its speed without them.
+"""Compare the speed of a running server with and without drafts.
 
     python examples/server_gain.py prompts.jsonl --concurrency 4
 
 Each round sends all prompts twice, without drafts (`max_draft_tokens: 0`, which decodes as plain
-vLLM does) and with drafts. Prompts are in the server's prefix cache after the first round, so their
-prefills hardly count. Use a server that has no other load.
+vLLM does) and with drafts. After the first round, prompts are in the server's prefix cache, so
+their prefills take almost no time. Use a server that has no other load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def positive(text: str) -> int:
 
 
 def main() -> None:
-    """Send the prompts with and without drafts, alternating; print the speeds."""
+    """Send the prompts without and with drafts, alternating; print the speeds."""
     parser = argparse.ArgumentParser(
         description="Measure a server's speed with and without drafts.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

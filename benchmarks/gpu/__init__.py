@@ -1,1 +1,1 @@
-"""A Llama-shaped target that decodes with the package's kernels, and a clock for them."""
+"""A Llama-shaped target that decodes with the package's kernels, and clocks to time it."""

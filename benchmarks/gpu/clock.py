@@ -1,4 +1,4 @@
-"""Time on a device, and a replacement when Triton is interpreted.
+"""Clocks: one for CUDA devices, and a stand-in for Triton's interpreter.
 
 There are two kinds of time. *Graph* time replays captured calls without launch overhead, as in a
 served model. *Wall* time is the host's waiting time for one eager call.
@@ -16,7 +16,6 @@ import torch
 from vllm_medusa.kernels import uses_kernel
 
 Call = Callable[[], Any]
-Capture = Callable[[Call], Call]
 
 
 def capture(call: Call) -> Call:
@@ -34,12 +33,6 @@ def capture(call: Call) -> Call:
     torch.cuda.synchronize()
     replay: Call = graph.replay
     return replay
-
-
-def run_once(call: Call) -> Call:
-    """Replaces `capture` without a GPU: one call, as capturing would do."""
-    call()
-    return call
 
 
 class CudaClock:
@@ -70,10 +63,10 @@ class CudaClock:
         torch.cuda.synchronize()
         return [1e3 * start.elapsed_time(end) for start, end in pairs]
 
-    def wall(self, call: Call, repeats: int = 9) -> float:
-        """Microseconds of an eager call until the device is done; the median."""
+    def wall(self, call: Call) -> float:
+        """Microseconds of an eager call until the device is done; the median of nine."""
         times = []
-        for _ in range(repeats + 1):
+        for _ in range(10):  # the first warms up
             torch.cuda.synchronize()
             start = time.perf_counter()
             call()
@@ -96,7 +89,7 @@ class CudaClock:
 
 
 class HostClock:
-    """Runs the same code with the interpreter; its numbers are meaningless."""
+    """Runs the same code in Triton's interpreter; its numbers are meaningless."""
 
     l2_bytes = 1 << 10
 
@@ -104,14 +97,14 @@ class HostClock:
         """One run."""
         return [self.wall(call)]
 
-    def wall(self, call: Call, repeats: int = 9) -> float:
+    def wall(self, call: Call) -> float:
         """One run."""
         start = time.perf_counter()
         call()
         return 1e6 * (time.perf_counter() - start)
 
     def rates(self) -> dict[str, float]:
-        """No device, no rates."""
+        """Made-up rates."""
         return {"copy_bytes_per_s": 1e9, "matmul_flop_per_s": 1e12}
 
 
@@ -121,9 +114,7 @@ Clock = CudaClock | HostClock
 def here() -> tuple[str, Clock]:
     """Device and clock of this machine.
 
-    Raises:
-        RuntimeError: there is no GPU, and Triton is not interpreted.
-
+    Raises RuntimeError: there is no GPU, and Triton is not interpreted.
     """
     if torch.cuda.is_available():
         return "cuda", CudaClock()

@@ -25,6 +25,7 @@ from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.presets import load_preset
 from vllm_medusa.tree.topology import TokenTree
 
+BLOCK_SIZE = 16  # tokens per cache block
 HeadLogits = Callable[[Tensor], Tensor]  # hidden [B, H] -> [B, heads, V]
 
 
@@ -91,7 +92,6 @@ class Decoder:
         head_logits: HeadLogits | None = None,
         *,
         planted: bool = False,
-        block_size: int = 16,
     ) -> None:
         device, count = target.device, len(contexts)
         self.target = target
@@ -106,11 +106,10 @@ class Decoder:
         self.tokens = torch.zeros(count, nodes, dtype=torch.int64, device=device)
         self.proposals = torch.zeros_like(self.tokens)
         self.targets: Tensor | None = None  # int64 [B, N], planted verdicts
-        self.block_size = block_size
-        width = -(-capacity // (16 * block_size)) * 16
+        width = -(-capacity // (16 * BLOCK_SIZE)) * 16
         ids = torch.randperm(count * width, generator=torch.Generator().manual_seed(0))
         self.table = ids.view(count, width).to(device)  # int64 [B, blocks]
-        self.caches = target.new_caches(count * width, block_size)
+        self.caches = target.new_caches(count * width, BLOCK_SIZE)
         self.layers = LayerCaches.of(self.caches, (0, 2))
         self.batch = self._batch(capacity)
         if self.is_tree:
@@ -151,8 +150,7 @@ class Decoder:
             depths=tree.depths.unsqueeze(0),
             max_query_len=len(rows),
         )
-        slots = self.table[request, rows // self.block_size] * self.block_size
-        slots = slots + rows % self.block_size
+        slots = self.table[request, rows // BLOCK_SIZE] * BLOCK_SIZE + rows % BLOCK_SIZE
         tokens = torch.tensor(prompt, device=device)
         hidden = self.target.forward(tokens[:-1], rows, slots, self.caches, batch)
         self.base[request] = len(rows)
@@ -176,8 +174,8 @@ class Decoder:
         """The forward pass, logits and the target's choice at every node."""
         positions = self.base.unsqueeze(1) + self.tree.depths  # [B, N]
         index = self.base.unsqueeze(1) + torch.arange(self.nodes, device=self.base.device)
-        block = self.table.gather(1, index // self.block_size)
-        self.slots = block * self.block_size + index % self.block_size  # [B, N]
+        block = self.table.gather(1, index // BLOCK_SIZE)
+        self.slots = block * BLOCK_SIZE + index % BLOCK_SIZE  # [B, N]
         self.batch.seq_lens.copy_(self.base + self.nodes)
         self.hidden = self.target.forward(
             self.tokens.flatten(),

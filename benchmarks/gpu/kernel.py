@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
-"""Operations that a serving engine fuses between matrix products, so that plain steps are not slow.
+"""Fused operations between matrix products, as in a serving engine.
 
-A step of 64 nodes is compared with a plain step, so a plain step of many small launches
-would make it look too good. With these three, a layer has ten launches, about as many as in vLLM.
+A step of 64 nodes is compared with a plain step. Many small launches would slow down plain steps
+and make the comparison unfair. With these three, a layer has ten launches, about as many as in
+vLLM.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     """Add x to the residual, in place; returns residual / rms(residual) * weight: [T, H] each."""
     out = torch.empty_like(residual)
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
     _add_rms_norm[(rows,)](
-        x, residual, weight, out, size, eps, BLOCK=block, num_warps=min(8, max(1, block // 512))
+        x, residual, weight, out, size, 1e-6, BLOCK=block, num_warps=min(8, max(1, block // 512))
     )
     return out
 

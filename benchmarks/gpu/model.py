@@ -27,14 +27,7 @@ class ModelShape:
     kv_heads: int
     head_size: int
     vocab: int
-    theta: float = 1e4
-
-    @property
-    def parameters(self) -> int:
-        """Weights that one decode step reads: all except the embedding."""
-        qkv = (self.heads + 2 * self.kv_heads) * self.head_size
-        layer = self.hidden * (qkv + self.heads * self.head_size + 3 * self.intermediate)
-        return self.layers * layer + self.vocab * self.hidden
+    theta: float = 1e4  # base of the RoPE frequencies
 
 
 LLAMA_2_7B = ModelShape("Llama-2-7B", 32, 4096, 11008, 32, 32, 128, 32000)
@@ -58,13 +51,11 @@ class Layer:
 class Target:
     """Weights, and the forward pass of rows at any positions of their requests."""
 
-    def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, device: str, positions: int, seed: int = 0
-    ) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: str, positions: int) -> None:
         self.shape = shape
         self.dtype = dtype
         self.device = device
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(0)
 
         def weight(rows: int, columns: int, std: float | None = None) -> Tensor:
             empty = torch.empty(rows, columns, dtype=dtype, device=device)
@@ -88,20 +79,13 @@ class Target:
         ]
         self.norm = norm()
         self.lm_head = weight(shape.vocab, shape.hidden)  # [V, H]
-        self.cos_sin = self._rotations(positions)
-
-    def reach(self, positions: int) -> None:
-        """Extend the rotations to ``positions``."""
-        if len(self.cos_sin) < positions:
-            self.cos_sin = self._rotations(positions)
-
-    def _rotations(self, positions: int) -> Tensor:
-        half = self.shape.head_size // 2
-        rates = self.shape.theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        half = shape.head_size // 2
+        rates = shape.theta ** (-torch.arange(half, dtype=torch.float64) / half)
         angles = torch.arange(positions, dtype=torch.float64).unsqueeze(1) * rates
-        return torch.cat((angles.cos(), angles.sin()), 1).float().to(self.device)
+        # [positions, D]: cosines, then sines
+        self.cos_sin = torch.cat((angles.cos(), angles.sin()), 1).float().to(device)
 
-    def new_caches(self, num_blocks: int, block_size: int = 16) -> list[Tensor]:
+    def new_caches(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """Random caches in vLLM's layout: [num_blocks, Hkv, block_size, 2 D] per layer."""
         shape = (num_blocks, self.shape.kv_heads, block_size, 2 * self.shape.head_size)
         return [

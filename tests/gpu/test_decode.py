@@ -14,7 +14,7 @@ import torch
 from support.interpreter import IN_INTERPRETER
 from torch import Tensor
 
-from benchmarks.gpu.clock import capture, run_once
+from benchmarks.gpu.clock import capture
 from benchmarks.gpu.decoder import Decoder, HeadLogits, plant, step_tree
 from benchmarks.gpu.model import SMALL, TINY, ModelShape, Target
 from vllm_medusa.sampler import greedy_verdict
@@ -82,7 +82,7 @@ class Cases:
         maximum = self.tokens * (1 if tree is None else tree.max_depth + 1)
         capacity = max(map(len, inputs)) + maximum + (1 if tree is None else tree.num_nodes)
         decoder = kind(target, [1] * len(inputs), capacity, tree, heads)
-        step = (capture if self.device == "cuda" else run_once)(decoder.step)
+        step = capture(decoder.step) if self.device == "cuda" else decoder.step
         for cache in decoder.caches:
             cache.fill_(float("nan"))
         for request, prompt in enumerate(inputs):

@@ -287,10 +287,10 @@ def test_servers_get_only_flags_that_vllm_knows():
 
     parser = make_arg_parser(FlexibleArgumentParser())
     arm = arm_of(Path(assets.HEADS), "automatic", 0)
-    more = soak.words(soak.SoakOptions(**ASSETS))
+    more = soak.server_options(soak.SoakOptions(**ASSETS))
     for words in (
-        serve.words(PLAIN, ServeOptions(**ASSETS), 8000),
-        serve.words(arm, ServeOptions(**ASSETS, dtype="bfloat16"), 8000, more),
+        serve.server_args(PLAIN, ServeOptions(**ASSETS), 8000),
+        serve.server_args(arm, ServeOptions(**ASSETS, dtype="bfloat16"), 8000, more),
     ):
         args = parser.parse_args(["--model", *words])
         assert args.port == 8000 and not args.disable_log_stats

@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "serve",
         add_help=False,
-        help="start vLLM's OpenAI-compatible server with Medusa; all options are vLLM's",
+        help="start vLLM's OpenAI-compatible server with this plugin; all options are vLLM's",
     )
     return parser
 

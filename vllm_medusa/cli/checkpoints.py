@@ -30,7 +30,7 @@ INSPECT = """\
 Describe a checkpoint of heads or of an EAGLE drafter: its contents, whether a value is NaN or
 infinite, and, with --target, whether it fits that model.
 
-Exit status: 0 it fits, 1 it does not, 2 it is no such checkpoint, or --target is not a model."""
+Exit status: 0 if it fits, 1 if not, 2 if it is not such a checkpoint or --target is not a model."""
 
 _MARKS = {"fits": "ok ", "does not fit": "NO ", "unknown": "?  "}
 _SHOWN_NODES = 40
@@ -65,7 +65,7 @@ class InspectOptions(Options):
     path: Source = option("heads or a drafter: a folder, a file or a hub name", positional=True)
     target: Model | None = option("the target model to check against", default=None)
     revision: str | None = option("branch, tag or commit of a hub name", default=None)
-    json: bool = option("everything, for programs", default=False)
+    json: bool = option("print everything as JSON", default=False)
 
 
 def run_inspect(options: InspectOptions, progress: ConsoleProgress) -> int:

@@ -1,4 +1,4 @@
-"""`vllm-medusa compare` and `adapt`: compare heads with plain vLLM; make and measure them."""
+"""`vllm-medusa compare` and `adapt`: measure heads against plain vLLM; train and measure them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from vllm_medusa.cli.console import ConsoleProgress, invocation, stdout_console
 from vllm_medusa.offline.options import CompareOptions
 
 COMPARE = """\
-Compare vLLM with heads to plain vLLM: both run the same prompts, in turn, once for each size of the
-heads' tree and once with dynamic trees ("automatic"). The results show whether all tokens agree,
-the tokens per verification step (tau) and the throughput ratio. The exit status is 1 if a token
-differs in float32.
+Compare vLLM with heads to plain vLLM: both run the same prompts, alternating, once for each size of
+the heads' tree and once with dynamic trees ("automatic"). The results show whether all tokens are
+equal, the tokens per verification step (tau) and the throughput ratio. The exit status is 1 if a
+token differs in float32.
 ---
-Records of `distill` are prompts too: the tokens before the first generated span. Both engines
-alternate, so a ratio is meaningful even on a busy machine; tokens per second are not."""
+Records of `distill` are prompts too: the tokens before the first generated span. Because the
+engines alternate, a ratio is meaningful even on a busy machine; tokens per second are not."""
 
 ADAPT = """\
-Make heads for a target, from prompts that resemble its workload: the target generates texts for
-the prompts (distill), heads are trained on them (train), their accuracy is measured on held-out
-texts (calibrate), the best tree for them is built (tree), and vLLM with these heads is compared
-with plain vLLM on prompts not used before (compare). The fastest tree size is saved with the heads.
+Train heads for a target on prompts that resemble its workload: the target generates texts for the
+prompts (distill), heads are trained on them (train), their accuracy is measured on held-out texts
+(calibrate), the best tree for them is built (tree), and vLLM with these heads is compared with
+plain vLLM on prompts not used before (compare). The fastest tree size is saved with the heads.
 ---
 Each stage is also a separate command; results and logs are in the work folder. If interrupted, run
 the same command again to resume; with other options, only the affected stages run again. The output
@@ -27,7 +27,7 @@ contains the heads (as vLLM reads them), report.md with a plot of the training, 
 
 
 def run(options: CompareOptions, progress: ConsoleProgress) -> int:
-    """Compare, and print the figures; 1 if a token differs in float32."""
+    """Compare, and print the figures; returns 1 if a token differs in float32."""
     from vllm_medusa.offline.comparison import compare, conclusion, markdown, passed, setting
 
     document = compare(options, progress, invocation())

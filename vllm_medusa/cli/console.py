@@ -21,11 +21,11 @@ _DRAWN_SECONDS = 0.1  # between redraws of the bars on a terminal
 
 
 class ConsoleProgress(Progress):
-    """Progress bars on a terminal, else a line every few seconds; a context manager."""
+    """Progress bars on a terminal, else a line every few seconds; use it as a context manager."""
 
     def __init__(self, console: Console):
         self.console = console
-        self._said = time.perf_counter()
+        self._shown = time.perf_counter()
         self._tasks: dict[str, TaskID] = {}
         self._warned: set[str] = set()
         self._bars = Bars(
@@ -64,8 +64,8 @@ class ConsoleProgress(Progress):
         number, shown = self._tasks[what], f"{what} {text}".strip()
         self._bars.update(number, completed=done, total=total, description=shown)
         now, drawn = time.perf_counter(), self.console.is_terminal
-        if now - self._said > (_DRAWN_SECONDS if drawn else _PLAIN_SECONDS):
-            self._said = now
+        if now - self._shown > (_DRAWN_SECONDS if drawn else _PLAIN_SECONDS):
+            self._shown = now
             self._bars.refresh()
             if not drawn:
                 left = next(task.time_remaining for task in self._bars.tasks if task.id == number)

@@ -23,13 +23,13 @@ from vllm_medusa.offline.machine import describe_machine, fast_bfloat16, format_
 from vllm_medusa.options import Model, Options, Source, option
 
 DOCTOR = """\
-Check what works on this machine, and print why other things do not, with the remedy: vLLM and its
-platform, the plugin, compilers, memory, disk and optional packages. With a target, and with heads
-or a drafter for it, check that an engine would accept them.
+Check what works on this machine, and print the reason and the remedy for what does not: vLLM and
+its platform, the plugin, compilers, memory, disk and optional packages. With a target, and heads or
+a drafter for it, check that an engine would accept them.
 ---
-Marks: ok; NO: needed and does not work; - : optional, or slower than possible.
+Marks: ok; NO: required and does not work; - : optional, or slower than possible.
 No weights are loaded; `vllm-medusa inspect HEADS --target MODEL` also looks for damaged values.
-Exit status: 0 everything needed works, 1 something does not."""
+Exit status: 0 if everything required works, 1 if not."""
 
 EXTRAS = ("train", "parquet", "ray", "bench")
 _DEFAULT_SHARE = 0.92  # of the memory, which vLLM reserves
@@ -54,7 +54,7 @@ def versions() -> str:
 
 
 def run(options: DoctorOptions, progress: ConsoleProgress) -> int:
-    """Print the result of each check; 1 if something that is needed does not work."""
+    """Print the result of each check; returns 1 if something required does not work."""
     print(versions())
     status = 0
     with _only_errors_logged():
@@ -85,7 +85,7 @@ def _only_errors_logged() -> Iterator[None]:
 
 
 def _checks(options: DoctorOptions) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Name and function of each check; no other runs without a vLLM that can be imported."""
+    """Name and function of each check; most are skipped without a supported vLLM."""
     for extra in EXTRAS:
         yield f"extra {extra}", partial(_extra, extra)
     yield "disk", _disk
@@ -131,7 +131,7 @@ def _instructions() -> str:
     if platform.machine() not in ("x86_64", "AMD64"):
         raise UserWarning(f"{text}: only x86-64 has been tested")
     if not fast_bfloat16():
-        raise UserWarning(f"{text}, none for bfloat16: --dtype float32 may be faster")
+        raise UserWarning(f"{text}, without bfloat16: --dtype float32 may be faster")
     return text
 
 
@@ -173,6 +173,6 @@ def _engine(model: str, heads: str | None) -> str:
         logger.removeHandler(ours)
         logger.setLevel(logging.NOTSET)
     text = f"{model} with {heads or 'lookup'} would start"
-    if said := [record.getMessage() for record in ours.buffer]:
-        raise UserWarning(f"{text}. {' '.join(said)}")
+    if warnings := [record.getMessage() for record in ours.buffer]:
+        raise UserWarning(f"{text}. {' '.join(warnings)}")
     return text

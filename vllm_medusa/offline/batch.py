@@ -1,8 +1,8 @@
 """Run prompts through an engine and yield each result when it is finished.
 
 At most ``concurrency`` prompts are in the engine at a time; a conversation keeps its place until
-its last turn is answered. Results are in order of completion. A session
-decides what is requested for a prompt: `Conversation` requests one answer to each turn.
+its last turn is answered. Results are in order of completion. A session decides what is requested
+for a prompt: `Conversation` requests one answer to each turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_medusa.offline.prompts import Message, Prompt
 
 
 class AcceptanceCounts(Counter[int]):
-    """Acceptance of one request or, summed, of many: verification steps by accepted tokens.
+    """Acceptance of one request or several: number of verification steps by accepted tokens.
 
     The first step of a request is its prefill: it yields one token and verifies nothing. Every
     later step verifies one tree and yields the accepted draft tokens followed by one token of the
@@ -59,7 +59,7 @@ class AcceptanceCounts(Counter[int]):
         return 1 + self.accepted / self.steps if self.steps else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As in a line of results, plain JSON."""
+        """Part of a line of the result file, plain JSON."""
         return {
             "steps": self.steps,
             "accepted_draft_tokens": self.accepted,
@@ -85,7 +85,7 @@ class Delta:
 
 
 class Engine(Protocol):
-    """Engine interface of batch generation; `RequestRefused` is raised for prompts it can't run."""
+    """An engine for `run_batch`; it raises `RequestRefused` for prompts that it can't run."""
 
     def submit(
         self,

@@ -23,7 +23,7 @@ from vllm_medusa.job import SILENT, JobFailed, Progress
 Channel: TypeAlias = "Connection[Any, Any]"
 R = TypeVar("R")
 
-ERROR, _FAILED = "error", "failed"  # kinds of messages: an exception to raise; a text
+ERROR, _FAILED = "error", "failed"  # kinds of messages: with an exception to raise; with a text
 _INTERRUPTED = 130  # exit status of a process ended by SIGINT
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHOWN_LINES = 25
@@ -31,7 +31,7 @@ _SHOWN_BYTES = 1 << 16
 _CAUSE_LINES = 4
 _ERROR = re.compile(r"^(?!.*\b(INFO|WARNING)\b).*\w(Error|Exception|Refused)(: |$)")
 _STOP_SECONDS = 60
-_KINDS: tuple[type[Exception], ...] = (ValueError, OSError, JobFailed)
+_KINDS: tuple[type[Exception], ...] = (ValueError, OSError, JobFailed)  # sent to the parent
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -70,7 +70,7 @@ class Child:
         return kind, value
 
     def end(self, *, interrupt: bool = False) -> None:
-        """Stop it by closing its channel or by SIGINT, wait, and kill it if needed."""
+        """Stop it by closing its channel, and by SIGINT if ``interrupt``; kill it if it stays."""
         self.channel.close()
         pid = self.process.pid
         assert pid is not None
@@ -96,8 +96,8 @@ def run_in_process(
 ) -> R:
     """Run ``job(options, progress=progress, **more)`` in a subprocess.
 
-    The job is a module-level function; its options and result must be picklable.
-    The process's output and notes are appended to the log.
+    The job is a module-level function; its options and result must be picklable. The output of the
+    process and the job's notes are appended to the log.
 
     Raises ValueError, OSError, JobFailed: raised by the job, with the same text; JobFailed: the
     process died; the text has the end of its log; KeyboardInterrupt: in either process; the job has
@@ -112,7 +112,7 @@ def run_in_process(
 
 
 def end_of(log: Path) -> str:
-    """The last lines of a log, after its first error, which is often the cause of the last."""
+    """The last lines of a log, preceded by its first error, which is often the cause."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _SHOWN_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
@@ -150,7 +150,7 @@ def _run(channel: Channel) -> None:
     job, options, more = channel.recv()
     try:
         message = ("result", job(options, progress=_Sent(channel), **more))
-    except (ValueError, OSError, JobFailed) as error:
+    except _KINDS as error:
         sys.stderr.write(f"error: {error}\n")
         kind = next(kind for kind in _KINDS if isinstance(error, kind))
         plain = kind(str(error))  # others may not be picklable

@@ -1,7 +1,7 @@
 """The compare job: heads against plain vLLM, for several tree sizes and dynamic trees.
 
-The result is a JSON document. The text that describes it is also made here, because `adapt` reports
-use it.
+The result is a JSON document. The text that describes it is also written here, because reports of
+`adapt` use it.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def compare(
                 results, seconds = plain.run(prompts[: options.batch], options.batch, options.seed)
             token = seconds / max(1, sum(result.num_tokens for result in results))
             turn = 2 * len(configs) * options.max_tokens * token  # both engines, all configs
-            least = max(_MIN_PROMPTS, options.batch)
-            number, rounds = affordable(options.seconds, turn, len(prompts), rounds, least)
+            minimum = max(_MIN_PROMPTS, options.batch)
+            number, rounds = affordable(options.seconds, turn, len(prompts), rounds, minimum)
             if (number, rounds) != (len(prompts), options.rounds):
                 progress.note(
                     f"measuring {plural(rounds, 'round')} of {number} prompts instead of "
@@ -117,17 +117,17 @@ def compare(
 
 
 def affordable(
-    seconds: float, turn: float, prompts: int, rounds: int, least: int
+    seconds: float, turn: float, prompts: int, rounds: int, minimum: int
 ) -> tuple[int, int]:
     """Prompts and rounds that fit into a time limit, if a prompt takes ``turn`` seconds per round.
 
-    Rounds are reduced first, to 2, then prompts, to ``least``, and finally rounds.
+    Rounds are reduced first, to 2, then prompts, to ``minimum``, and finally rounds.
     """
     turns = int(seconds / turn)
     rounds = min(rounds, max(2, turns // prompts))
-    if turns // rounds < least:
-        rounds = min(rounds, max(1, turns // least))
-    return min(prompts, max(least, turns // rounds)), rounds
+    if turns // rounds < minimum:
+        rounds = min(rounds, max(1, turns // minimum))
+    return min(prompts, max(minimum, turns // rounds)), rounds
 
 
 def speculation(options: CompareOptions) -> dict[int | None, dict[str, Any]]:
@@ -185,8 +185,8 @@ def all_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 def setting(document: dict[str, Any]) -> str:
     """Describe the measurement."""
-    heat = document["temperature"]
-    mode = f"temperature {heat:g}, seeded" if heat else "greedy"
+    temperature = document["temperature"]
+    mode = f"temperature {temperature:g}, seeded" if temperature else "greedy"
     prompts, rounds = plural(document["prompts"], "prompt"), plural(document["rounds"], "round")
     return (
         f"{prompts} of {document['data']}, up to {document['max_tokens']} new tokens each, {mode}, "
@@ -232,7 +232,7 @@ def conclusion(document: dict[str, Any]) -> list[str]:
             "plain vLLM too."
         )
     automatic, machine = document[AUTOMATIC], document["machine"]
-    default = f"By default (automatic trees), it has {automatic['ratio']:.2f}x plain vLLM's speed"
+    default = f"Automatic trees (the default) run at {automatic['ratio']:.2f}x plain vLLM's speed"
     best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
     if automatic["ratio"] > 1:
         said.append(f"{default}: worth using.")
@@ -243,10 +243,10 @@ def conclusion(document: dict[str, Any]) -> list[str]:
     else:
         said.append(
             f"{default}: not worth using on this machine. Drafts help if most of a step's time is "
-            "spent loading weights: with larger targets, smaller batches, or more cores."
+            "spent loading weights: with larger targets, smaller batches or more cores."
         )
     size = plural(best["num_draft_tokens"], "draft node")
-    said.append(f"The fastest fixed number, {size}, has {best['ratio']:.2f}x.")
+    said.append(f"The fastest fixed number, {size}, gives {best['ratio']:.2f}x.")
     if len(automatic["ratios"]) == 1 or (machine["load_average_at_start"] > machine["cores"]):
         said.append(
             f"This is {plural(len(automatic['ratios']), 'round')} on {machine['cores']} cores with "

@@ -1,8 +1,8 @@
 """Convert conversations and plain texts to token ids, with the spans of the assistant.
 
 A conversation is rendered as a whole with the tokenizer's chat template. An assistant's span starts
-where the prompt of that turn ends, exactly as it would be sent to the model, and ends
-after the token that ends the turn, because the model has to generate that token too:
+where the prompt of that turn ends, exactly as it would be sent to the model, and ends after the
+token that ends the turn, because the model has to generate that token too:
 
     <|im_start|>user / Hi<|im_end|> / <|im_start|>assistant / Hello!<|im_end|> /
                                                               ^^^^^^^^^^^^^^^^ span
@@ -158,8 +158,8 @@ def encode_rendered(text: str, tokenizer: Any) -> tuple[int, ...]:
 def prompt_ids(messages: list[Message], tokenizer: Any) -> list[int]:
     """Token ids of the prompt for the target's next answer.
 
-    Without a chat template, texts are joined unchanged. Raises PromptError: the template
-    refuses them.
+    Without a chat template, texts are joined unchanged. Raises PromptError: the template refuses
+    them.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         text = "".join(message["content"] for message in messages)

@@ -114,7 +114,7 @@ def readable(target: str) -> Iterator[None]:
 def read_limits(target: str, arguments: Mapping[str, Any]) -> tuple[Any, int | None]:
     """The target's tokenizer, and the max tokens of a prompt in an engine with these arguments.
 
-    The limit is vLLM's or higher; None: unknown, for example if the arguments change the model.
+    The limit is at least vLLM's; None: unknown, for example if the arguments change the model.
     """
     from transformers import AutoConfig, AutoTokenizer
 

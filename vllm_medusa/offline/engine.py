@@ -91,7 +91,7 @@ def refuse_unserved(arguments: Mapping[str, Any]) -> None:
 
 
 def free_share() -> float:
-    """The available part of the memory that vLLM's CPU worker takes its share of."""
+    """The available share of the memory of which vLLM's CPU worker reserves a share."""
     from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 
     node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
@@ -99,7 +99,7 @@ def free_share() -> float:
 
 
 def usable_share() -> float:
-    """The share to take on CPUs: vLLM's default is 92 %, and it fails if that is not free."""
+    """The share to reserve on CPUs; vLLM fails if its default, 92 %, is not free."""
     return round(min(0.5, 0.8 * free_share()), 3)
 
 

@@ -132,7 +132,7 @@ def run_in_turn(
     warm_up: bool = False,  # first run one group through all engines without counting it
     progress: Callable[[int, int], Any] = lambda done, total: None,  # groups of prompts
 ) -> list[InTurn]:
-    """Run the prompts through all engines: each compared with the first, also the first itself.
+    """Run the prompts through all engines; each is compared with the first, including itself.
 
     Raises ValueError: there are no prompts, or an engine refuses one.
     """

@@ -68,7 +68,7 @@ class Speculation(Options):
     )
     speculative_config: dict[str, Any] = option(
         "further keys of LLM's speculative_config, such as '{\"budget\": 7}'; without HEADS, "
-        "'{\"lookup\": true}' drafts by lookup alone; absent: plain vLLM",
+        "'{\"lookup\": true}' drafts by lookup alone. With neither option: plain vLLM",
         default={},
         metavar="JSON",
     )

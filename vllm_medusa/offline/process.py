@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.offline.batch import Conversation, Result, Session
+from vllm_medusa.offline.batch import Conversation, Result, Session, run_batch
 from vllm_medusa.offline.children import ERROR, Channel, Child
-from vllm_medusa.offline.engine import EngineRefused, Sampling
+from vllm_medusa.offline.engine import EngineRefused, Sampling, VllmEngine
 from vllm_medusa.offline.prompts import Prompt
 
 
@@ -64,28 +64,21 @@ class EngineProcess:
         self._child.channel.send(name)
         return float(self._child.receive()[1])
 
-    def close(self) -> None:
-        """End the process."""
-        self._child.end()
-        self._log.close()
-
     def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._child.process.kill()  # its results are not needed
-        self.close()
+        self._child.end()
+        self._log.close()
 
 
 def serve(channel: Channel) -> None:
-    """Run groups and read counters until the channel is closed; the body of the process."""
+    """The body of the process: run groups and read counters until the channel is closed."""
     from vllm_medusa.config import run_engines_in_this_process
 
     run_engines_in_this_process()
-    from vllm_medusa.offline.batch import run_batch
-    from vllm_medusa.offline.engine import VllmEngine
-
     arguments, sampling, seeded = channel.recv()
     try:
         engine = VllmEngine(arguments, sampling, seeded=seeded)

@@ -12,9 +12,9 @@ turns       [text, ...]                 a conversation of user turns (Spec-Bench
                                         answer is part of the prompt of the turn after it
 ==========  ==========================  =========================================================
 
-Records of `vllm-medusa distill` are prompts too: the token ids before the first generated
-span. A row may have a name in ``request_id``, ``id`` or ``question_id``;
-the default is its index. Other keys are ignored.
+Records of `vllm-medusa distill` are prompts too: the token ids before the first generated span. A
+row may have a name in ``request_id``, ``id`` or ``question_id``; the default is its index. Other
+keys are ignored.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Written(BaseModel):
     temperature: NonNegativeFloat | None = None
     top_p: float | None = None
     top_k: int | None = None
-    group: Annotated[str, Field(min_length=1)] | None = None
+    group: Filled | None = None
 
 
 class _Message(BaseModel):

@@ -218,7 +218,7 @@ def test_the_output_contains_heads_and_their_figures(adapt):
     assert written_by_adapt(output) == adapt.plan(training=StepOptions(seed=3), budgets=(1, 3)).key
     page = (output / "report.md").read_text()
     for words in (
-        "The fastest fixed number, 3 draft nodes, has 1.40x.",
+        "The fastest fixed number, 3 draft nodes, gives 1.40x.",
         "also has a static tree of 3 draft nodes",
         "| **3** | **1.50** |",
         "| 1 | 2 | 0.250 | 0.400 | 0.400 |",
@@ -235,7 +235,7 @@ def test_a_small_gain_is_reported(adapt):
     adapt.rows, adapt.fastest = [row(4, 0.8, 1.1)], 4
     adapt.run(publish=True)
     said = " ".join(report.conclusion(adapt.document))
-    assert "The fastest fixed number, 4 draft nodes, has 0.80x" in said
+    assert "The fastest fixed number, 4 draft nodes, gives 0.80x" in said
     assert "1.10 tokens per step is low: more training text than" in said
 
 

@@ -70,8 +70,8 @@ def test_every_budget_is_measured_and_the_fastest_is_named(arguments, tmp_path, 
     assert document["automatic"]["ratio"] == pytest.approx(2.5)
     assert document["automatic"]["identical"]
     said = capsys.readouterr().out
-    assert "By default (automatic trees), it has 2.50x plain vLLM's speed: worth using." in said
-    assert "The fastest fixed number, 4 draft nodes, has 2.00x." in said
+    assert "Automatic trees (the default) run at 2.50x plain vLLM's speed: worth using." in said
+    assert "The fastest fixed number, 4 draft nodes, gives 2.00x." in said
     assert "| 4 |" in said and "| **automatic** |" in said
     assert len(Engine.started) == 4  # plain vLLM once
 
@@ -95,7 +95,7 @@ def test_the_verdict_begins_with_the_default(automatic, fixed, words):
         "engine_args": {},
     }
     said = " ".join(comparison.conclusion(document))
-    assert words in said and f"4 draft nodes, has {fixed:.2f}x" in said
+    assert words in said and f"4 draft nodes, gives {fixed:.2f}x" in said
     document["machine"]["load_average_at_start"] = 7.0
     assert "load average of 7.0" in " ".join(comparison.conclusion(document)) and "7.0" not in said
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import FakeEngine
 
-from vllm_medusa.offline import engine as engines
 from vllm_medusa.offline import process
 from vllm_medusa.offline.batch import AcceptanceCounts, Result, run_batch
 from vllm_medusa.offline.engine import EngineRefused, Sampling
@@ -137,7 +136,7 @@ class Engine(FakeEngine):
 
 def body(channel: Any) -> None:
     """Run in the child: the real loop with the fake engine."""
-    engines.VllmEngine = Engine  # type: ignore[misc, assignment]
+    process.VllmEngine = Engine  # type: ignore[misc, assignment]
     serve(channel)
 
 
