@@ -30,7 +30,7 @@ from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.kernels import fused
 from vllm_medusa.training.rows import IGNORED
 
-CHUNK = 256  # positions per chunk of logits
+CHUNK = 256  # positions whose logits exist at a time: 4 * CHUNK * V floats, twice that if soft
 
 LMHead = Callable[[Tensor], Tensor]  # [N, H] -> logits [N, V or V_draft]
 AnyHeads = MedusaHeads | EagleDrafter  # a drafter's steps correspond to K heads
@@ -61,7 +61,6 @@ def head_losses(
     lm_head: LMHead | None = None,  # over the draft vocabulary, for heads that store none
     *,
     teacher: Teacher | None = None,  # for soft labels
-    chunk: int = CHUNK,  # positions per chunk: 4 * chunk * V floats, twice that if soft
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of the heads' cross-entropies, with its gradient, and each head's own.
 
@@ -77,7 +76,7 @@ def head_losses(
     drafts = draft_labels(labels, heads, IGNORED)
     valid = (drafts if teacher is None else labels) != IGNORED
     weight, bias = heads.lm_head_weight, heads.lm_head_bias
-    parts = (x, weight, bias, drafts, valid, weights.float(), lm_head, teacher, chunk)
+    parts = (x, weight, bias, drafts, valid, weights.float(), lm_head, teacher)
     return _ChunkedLosses.apply(*parts)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -133,7 +132,6 @@ class _ChunkedLosses(torch.autograd.Function):
         weights: Tensor,  # fp32 [K]
         lm_head: LMHead | None,
         teacher: Teacher | None,
-        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         count = x.shape[1]
         sums = torch.zeros(count, device=x.device)
@@ -141,9 +139,10 @@ class _ChunkedLosses(torch.autograd.Function):
             torch.zeros(t.shape, device=t.device) if t is not None and t.requires_grad else None
             for t in (x, weight, bias)
         ]
+        wanted = [i for i, grad in enumerate(grads) if grad is not None]
         on_cpu = x.device.type == "cpu"
-        for start in range(0, len(x), chunk):
-            rows = slice(start, min(start + chunk, len(x)))
+        for start in range(0, len(x), CHUNK):
+            rows = slice(start, min(start + CHUNK, len(x)))
             if on_cpu and not bool(valid[rows].any()):
                 continue  # skip prompts; on a device this check would sync
             after = None if teacher is None else teacher.after(rows.start, rows.stop, count)
@@ -163,7 +162,6 @@ class _ChunkedLosses(torch.autograd.Function):
                     soft = teacher.labels_of(after[head : head + len(label)], rows, label)
                 entropy, gradient_of_logits = _cross_entropy(logits.detach(), soft * counts)
                 sums[head] += entropy.sum()
-                wanted = [i for i, grad in enumerate(grads) if grad is not None]
                 if not wanted:
                     continue
                 inputs = [leaf for i in wanted if (leaf := leaves[i]) is not None]
@@ -178,7 +176,7 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         factor = upstream[0]
         scaled = [None if g is None else g * factor.to(g.dtype) for g in ctx.saved_tensors]
-        return (*scaled, None, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def _logits(leaves: list[Tensor | None], lm_head: LMHead | None) -> Tensor:
