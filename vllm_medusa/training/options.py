@@ -59,7 +59,7 @@ class TextFiles(Options):
 
     def name(self, *, heldout: bool) -> str:
         """The file with the texts to train on, or to measure on."""
-        return str(self.heldout or self.data if heldout else self.data)
+        return str((heldout and self.heldout) or self.data)
 
 
 class HeadOptions(Options):
