@@ -160,7 +160,7 @@ def _check_output(options: AdaptOptions) -> None:
 
 
 def _read_target(target: str) -> tuple[dict[str, Any], Any, Any]:
-    """Return the target's fingerprint, its config and its tokenizer."""
+    """A target's fingerprint, config and tokenizer."""
     from transformers import AutoTokenizer
 
     from vllm_medusa.training.inputs import identify
@@ -174,7 +174,7 @@ def _read_target(target: str) -> tuple[dict[str, Any], Any, Any]:
 
 
 def _with_dtype(options: AdaptOptions, config: Any) -> tuple[AdaptOptions, str]:
-    """Replace dtype "auto" for a bfloat16 target on a CPU; returns the options and the reason."""
+    """Replace dtype "auto" for a bfloat16 target on a CPU; returns options and reason."""
     import torch
 
     own = str(getattr(config, "dtype", None))

@@ -60,13 +60,13 @@ def distill(
     top_p, top_k, stop = options.top_p, options.top_k, options.stop
     sampling = Sampling(options.max_tokens, max(plan.temperatures), top_p, top_k, stop)
     cut = ({"top_p": top_p} if top_p < 1 else {}) | ({"top_k": top_k} if top_k > 0 else {})
-    early = ended = 0
+    early = conversations = 0
 
     def lines(result: Result) -> list[Mapping[str, Any]]:
-        nonlocal early, ended
+        nonlocal early, conversations
         answers = sum(answer.role == "assistant" for answer in result.answers)
         early += options.self_talk and 0 < answers < plan.turns
-        ended += bool(answers)
+        conversations += bool(answers)
         return [r | cut for r in plan.records(result) if r["index"] not in log.done]
 
     origin = provenance(command, [options.prompts] if options.prompts is not None else [])
@@ -85,8 +85,8 @@ def distill(
         )
         if early:
             progress.warn(
-                f"{early} of {ended} conversations ended before {plan.turns} answers: a text "
-                "was truncated at --max-tokens, or a user turn was empty"
+                f"{early} of {conversations} conversations ended before {plan.turns} answers: a "
+                "text was truncated at --max-tokens, or a user turn was empty"
             )
         return Generated(options.output, log.failed, speed)
 

@@ -44,7 +44,7 @@ from vllm_medusa.training.target import DTYPES, Target, stored_dtype, target_dty
 from vllm_medusa.training.workers import Workers
 
 # keys of a target's config.json that do not affect its hidden states, or are recorded elsewhere
-_NOT_COMPUTED = (
+_IGNORED_KEYS = (
     *("_name_or_path", "architectures", "transformers_version"),
     *("dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
@@ -87,7 +87,7 @@ class Job:
         self.workers, self.source = workers, options.model
         self.progress, self._command = progress, command
         files, machine, count = options.files, options.machine, options.heads.num_heads
-        config, self.fingerprint, written = identify(self.source)
+        config, self.fingerprint, target_config = identify(self.source)
         self.stored = stored_dtype(config)
         texts = read_texts(options, limits_of(self.source, config), progress)
         self.train, self.heldout = map(Texts, texts)
@@ -110,7 +110,7 @@ class Job:
         )
         self._state_key = {  # what hidden states depend on
             "target": self.fingerprint,
-            "target_config": {k: v for k, v in written.items() if k not in _NOT_COMPUTED},
+            "target_config": {k: v for k, v in target_config.items() if k not in _IGNORED_KEYS},
             "dtype": str(self.dtype),
             "quantization": machine.quantization,
         }
