@@ -254,7 +254,7 @@ class Work:
         self.written = options.samples * sum(after - before for before, after in wholes)
 
     def head_values(self, vocab: int) -> int:
-        """Approximate number of weights per position, for a vocabulary; 0: without LM heads."""
+        """Approximate number of the drafter's weights, with LM heads of ``vocab`` rows."""
         heads, hidden = self.options.heads, self.hidden
         if heads.kind == "eagle3":
             return 16 * hidden * hidden + vocab * hidden

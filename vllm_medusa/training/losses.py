@@ -135,7 +135,7 @@ class _ChunkedLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         count = x.shape[1]
         sums = torch.zeros(count, device=x.device)
-        grads = [
+        grads: list[Any] = [
             torch.zeros(t.shape, device=t.device) if t is not None and t.requires_grad else None
             for t in (x, weight, bias)
         ]
@@ -150,12 +150,15 @@ class _ChunkedLosses(torch.autograd.Function):
                 label, counts = labels[rows, head], valid[rows, head, None]
                 slot = head if weight is not None and len(weight) > 1 else 0
                 places: list[Any] = [(rows, head), slot, slot]
-                leaves = [
+                leaves: list[Any] = [
                     None if t is None else t[place].detach().requires_grad_(grad is not None)
                     for t, place, grad in zip((x, weight, bias), places, grads, strict=True)
                 ]
                 with torch.enable_grad():
-                    logits = _logits(leaves, lm_head)
+                    if weight is None and lm_head is not None:
+                        logits = lm_head(leaves[0])
+                    else:
+                        logits = F.linear(*leaves)
                 if teacher is None or after is None:
                     soft = _one_hot(label, logits.shape[-1])
                 else:
@@ -164,10 +167,10 @@ class _ChunkedLosses(torch.autograd.Function):
                 sums[head] += entropy.sum()
                 if not wanted:
                     continue
-                inputs = [leaf for i in wanted if (leaf := leaves[i]) is not None]
+                inputs = [leaves[i] for i in wanted]
                 found = torch.autograd.grad(logits, inputs, gradient_of_logits)
                 for i, gradient in zip(wanted, found, strict=True):
-                    grads[i][places[i]] += gradient.float() * weights[head]  # type: ignore[index]
+                    grads[i][places[i]] += gradient.float() * weights[head]
         ctx.save_for_backward(*(None if g is None else g.to(x.dtype) for g in grads))
         ctx.mark_non_differentiable(sums)
         return (sums * weights).sum(), sums
@@ -177,15 +180,6 @@ class _ChunkedLosses(torch.autograd.Function):
         factor = upstream[0]
         scaled = [None if g is None else g * factor.to(g.dtype) for g in ctx.saved_tensors]
         return (*scaled, None, None, None, None, None)
-
-
-def _logits(leaves: list[Tensor | None], lm_head: LMHead | None) -> Tensor:
-    state, matrix, vector = leaves
-    assert state is not None
-    if matrix is not None:
-        return F.linear(state, matrix, vector)
-    assert lm_head is not None
-    return lm_head(state)
 
 
 def _one_hot(label: Tensor, size: int) -> Tensor:
