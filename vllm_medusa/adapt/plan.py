@@ -1,4 +1,4 @@
-"""Checks of `adapt` before it starts, and its requirements: tokens, memory, disk and time."""
+"""Checks before an adapt run, and what the run requires: tokens, memory, disk space and time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OURS = (
 )
 _NEEDED = ("vllm", "transformers", "matplotlib", "peft", "accelerate")
 _RESERVE = 1 << 30  # bytes to leave free
-_RECORD_BYTES = 16  # per token in a records file: its id and its text
+_RECORD_BYTES = 16  # per token in a file of records: its id and its text
 _FEW_TOKENS = 50_000  # new tokens; Medusa heads for SmolLM2 trained on 101k have tau 1.35
 _SHARE = 0.5  # assumed fraction of the speed of large matrix products
 _JOINT_PASSES = 4  # passes of the target over a text in medusa-2's joint stage

@@ -1,4 +1,4 @@
-"""The report of `adapt`: stages, measurements and usage."""
+"""The report of an adapt run: measurements, stages, and the command that serves the heads."""
 
 from __future__ import annotations
 

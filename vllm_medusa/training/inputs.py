@@ -29,8 +29,8 @@ def read_texts(
 ) -> tuple[list[Record], list[Record]]:
     """The records to train on, and those to measure on, which may be none.
 
-    Raises PromptError: no such file, or bad lines without ``skip``; ValueError: no records, or
-    unusable ones.
+    Raises PromptError: no such file, or bad lines that are not to be skipped; ValueError: no
+    records, or unusable ones.
     """
     files = options.files
     read = {
@@ -112,7 +112,10 @@ def read_usable(
 def _untrained(
     files: TextFiles, train: list[Record], heldout: list[Record], progress: Progress
 ) -> list[Record]:
-    """Held-out records whose prompts are not trained on."""
+    """The held-out records whose prompts are not trained on.
+
+    Raises ValueError: there are none.
+    """
     prompts = {record.prompt_key for record in train}
     kept = [record for record in heldout if record.prompt_key not in prompts]
     if not kept:

@@ -174,7 +174,7 @@ def measure_joint(
     heldout: Data,  # whole spans, with the original model's states
     workers: Workers | None = None,  # each has a share of the pieces; None: this process has all
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Measure heads (`Measurement.summary`) and target (`QualityMeter.result`).
+    """Measure the heads (`Measurement.summary`) and the target (`QualityMeter.result`).
 
     Raises ValueError: the texts have no generated tokens; CacheError: the target's states are not
     finite.
