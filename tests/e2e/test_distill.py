@@ -81,7 +81,7 @@ def test_spans_are_the_targets_tokens(tmp_path: Path) -> None:
         whole = records(engine, plan, set(), batch=24)
         finished = {r["index"] for r in whole[::3]}
         resumed = records(engine, plan, finished, batch=5)
-        both = Plan(samples=2, temperatures=(0.0,), turns=5, talker=engine.llm.get_tokenizer())
+        both = Plan(samples=2, temperatures=(0.0,), turns=5, tokenizer=engine.llm.get_tokenizer())
         talked = records(engine, both, set(), batch=6)
         tokenizer = engine.llm.get_tokenizer()
     finally:

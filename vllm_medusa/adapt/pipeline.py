@@ -1,6 +1,6 @@
 """The adapt job: a list of stages, each reading the results of earlier ones.
 
-EAGLE-3 drafters build their own trees, so they are compared right after training.
+EAGLE-3 drafters build their own trees, so they skip the stages "calibrate" and "tree".
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def stages_of(plan: Plan, at: Callable[[str], Path]) -> list[Stage]:
         Stage(
             "train",
             "the drafter learns to predict these answers",
-            train_unharmed,
+            train_checked,
             lambda here: options.train_options(
                 TextFiles(data=part(TRAIN), heldout=part(CALIBRATE), output=here / "heads")
             ),
@@ -177,8 +177,7 @@ def check_served(
 ) -> None:
     """Check vLLM's configuration for a target, for EAGLE-3 with an untrained drafter.
 
-    The plugin refuses unsupported settings; without this check, that would be noticed only after
-    hours of training.
+    Without this check, the plugin would refuse unsupported settings only after hours of training.
     """
     import torch
     from transformers import AutoConfig
@@ -215,7 +214,8 @@ def split_texts(
     prompts = _count_prompts(records)
     if prompts < 2:
         raise ValueError(
-            f"{data} has records of {prompts} prompts; at least 2 are needed, one of them held out."
+            f"{data} has records of {prompts} prompts; at least 2 are needed, one of them "
+            "to hold out."
         )
     settle_bad_lines(data, bad, options["on_bad_line"], progress)
     wanted = max(round(options["heldout_share"] * prompts), _HELDOUT_PROMPTS)
@@ -239,10 +239,13 @@ def _count_prompts(records: Sequence[Record]) -> int:
     return len({record.prompt_key for record in records})
 
 
-def train_unharmed(
+def train_checked(
     options: TrainOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
-    """Train heads. Raises JobFailed: the target degraded too much."""
+    """Train heads.
+
+    Raises JobFailed: the new target is degraded.
+    """
     from vllm_medusa.training.train import train
 
     trained = train(options, progress, command)

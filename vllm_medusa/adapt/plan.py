@@ -1,4 +1,4 @@
-"""Checks of `adapt` before it starts, and its requirements: tokens, memory, disk and time."""
+"""Checks before an adapt run, and what the run requires: tokens, memory, disk space and time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OURS = (
 )
 _NEEDED = ("vllm", "transformers", "matplotlib", "peft", "accelerate")
 _RESERVE = 1 << 30  # bytes to leave free
-_RECORD_BYTES = 16  # per token in a records file: its id and its text
+_RECORD_BYTES = 16  # per token in a file of records: its id and its text
 _FEW_TOKENS = 50_000  # new tokens; Medusa heads for SmolLM2 trained on 101k have tau 1.35
 _SHARE = 0.5  # assumed fraction of the speed of large matrix products
 _JOINT_PASSES = 4  # passes of the target over a text in medusa-2's joint stage
@@ -160,7 +160,7 @@ def _check_output(options: AdaptOptions) -> None:
 
 
 def _read_target(target: str) -> tuple[dict[str, Any], Any, Any]:
-    """Return the target's fingerprint, its config and its tokenizer."""
+    """A target's fingerprint, config and tokenizer."""
     from transformers import AutoTokenizer
 
     from vllm_medusa.training.inputs import identify
@@ -174,7 +174,7 @@ def _read_target(target: str) -> tuple[dict[str, Any], Any, Any]:
 
 
 def _with_dtype(options: AdaptOptions, config: Any) -> tuple[AdaptOptions, str]:
-    """Replace dtype "auto" for a bfloat16 target on a CPU; returns the options and the reason."""
+    """Replace dtype "auto" for a bfloat16 target on a CPU; returns options and reason."""
     import torch
 
     own = str(getattr(config, "dtype", None))
@@ -254,7 +254,7 @@ class Work:
         self.written = options.samples * sum(after - before for before, after in wholes)
 
     def head_values(self, vocab: int) -> int:
-        """Approximate number of weights per position, for a vocabulary; 0: without LM heads."""
+        """Approximate number of the drafter's weights, with LM heads of ``vocab`` rows."""
         heads, hidden = self.options.heads, self.hidden
         if heads.kind == "eagle3":
             return 16 * hidden * hidden + vocab * hidden

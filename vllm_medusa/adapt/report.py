@@ -1,4 +1,4 @@
-"""The report of `adapt`: stages, measurements and usage."""
+"""The report of an adapt run: measurements, stages, and the command that serves the heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WEAK_TAU = 1.5
 
 
 def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) -> dict[str, Any]:
-    """The report's data as plain JSON values, read from the stages' results."""
+    """The report's data from the stages' results, plain JSON."""
     from vllm_medusa.heads.provenance import provenance
 
     options = plan.options
@@ -64,17 +64,17 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
 
     trained, figures, tree = stages["train"].folder, document["measured"], document["tree"]
     names = ("dtype", "temperature", "batch", "machine", "fastest", "rows", "automatic")
-    news: dict[str, Any] = {"measured": {name: figures.get(name) for name in names}}
+    entries: dict[str, Any] = {"measured": {name: figures.get(name) for name in names}}
     copied = [trained / name for name in HEADS]
     if tree is not None:
         copied = [stages["tree"].folder / name for name in CALIBRATED]
         taus = document["tree_source"]["tokens_per_step"][: len(tree)]
-        news |= {"tree": tree, "tree_tokens_per_step": taus}
+        entries |= {"tree": tree, "tree_tokens_per_step": taus}
     copied.append(trained / "heads" / "training" / "curves.png")
     with new_folder(plan.options.output, overwrite=True) as part:
         for file in copied:
             shutil.copyfile(file, part / file.name)
-        update_config(part, **news, provenance=document["provenance"])
+        update_config(part, **entries, provenance=document["provenance"])
         if (trained / "heads" / "target").is_dir():
             shutil.copytree(trained / "heads" / "target", part / "target")
         (part / _PAGE).write_text(markdown(plan.options, document), encoding="utf-8")
@@ -91,15 +91,15 @@ def conclusion(document: dict[str, Any]) -> list[str]:
             "Automatic trees, the default, need no option. The heads' config also has a static "
             f'tree of {plural(nodes, "draft node")}, for "tree": "heads".'
         )
-    said = [*comparison.conclusion(document["measured"]), tree]
+    sentences = [*comparison.conclusion(document["measured"]), tree]
     best = max(row["tau"] or 1 for row in document["measured"]["rows"])
     if best < _WEAK_TAU:
-        said.append(
+        sentences.append(
             f"{best:.2f} tokens per step is low: more training text than "
             f"{document['prompts']['trained_tokens']} tokens may help (more prompts, --samples, "
             "--max-tokens)."
         )
-    return said
+    return sentences
 
 
 def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
@@ -144,7 +144,7 @@ both engines alternated on the same machine. {" ".join(notes)}
 
 ## Accuracy of the heads
 
-Share of {document["training"]["heldout"]["labels"]} generated tokens of the calibration prompts:
+Fraction of {document["training"]["heldout"]["labels"]} generated tokens of the calibration prompts:
 
 {newline.join(accuracies)}
 

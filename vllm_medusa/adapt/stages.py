@@ -45,7 +45,7 @@ class Finished:
     """A finished stage."""
 
     folder: Path
-    command: str  # of `vllm-medusa`, or its text if it is none
+    command: str  # of `vllm-medusa`; the stage's text if it has no command
     seconds: float
 
 
@@ -73,21 +73,23 @@ class WorkFolder(Run):
         for number, stage in enumerate(stages, 1):
             self._run(stage, f"{number}/{len(stages)} {stage.name}")
 
-    def _run(self, stage: Stage, head: str) -> None:
+    def _run(self, stage: Stage, title: str) -> None:
         here = self.folder / f"{stage.name}-{_key(stage.options(Path()), self.before)}"
-        arguments, words = stage.options(here), list[str]()
-        if isinstance(arguments, Options):
-            words = ["vllm-medusa", stage.name, *command_line(arguments)]
+        options, command = stage.options(here), list[str]()
+        if isinstance(options, Options):
+            command = ["vllm-medusa", stage.name, *command_line(options)]
         if (seconds := _done(here, stage.outputs)) is not None:
-            self.progress.note(f"{head}: already done ({duration(seconds)})")
+            self.progress.note(f"{title}: already done ({duration(seconds)})")
         else:
-            self.progress.note(f"{head}: {stage.text}")
+            self.progress.note(f"{title}: {stage.text}")
             start = time.monotonic()
             try:
                 here.mkdir(exist_ok=True)
-                if stage.changes:
-                    self._copy(self.at(stage.changes), here, stage.outputs)
-                run_in_process(stage.job, arguments, self.progress, log=here / LOG, command=words)
+                for name in stage.outputs if stage.changes else ():
+                    (here / name).parent.mkdir(exist_ok=True)
+                    if (source := self.at(stage.changes) / name).is_file():
+                        shutil.copyfile(source, here / name)
+                run_in_process(stage.job, options, self.progress, log=here / LOG, command=command)
                 if missing := [each for each in stage.outputs if not (here / each).is_file()]:
                     raise JobFailed(f"it did not write {missing[0]}")
             except (ValueError, OSError, JobFailed) as error:
@@ -98,18 +100,11 @@ class WorkFolder(Run):
                 failure.status = error.status if isinstance(error, JobFailed) else 2
                 raise failure from None
             seconds = round(time.monotonic() - start, 1)
-            noted = {each: digest(here / each) for each in stage.outputs}
-            write_json(here / DONE, {"command": words, "outputs": noted, "seconds": seconds})
-        self.finished[stage.name] = Finished(here, shlex.join(words) or stage.text, seconds)
+            digests = {each: digest(here / each) for each in stage.outputs}
+            write_json(here / DONE, {"command": command, "outputs": digests, "seconds": seconds})
+        self.finished[stage.name] = Finished(here, shlex.join(command) or stage.text, seconds)
         if stage.outputs:
             self.before = here.name
-
-    @staticmethod
-    def _copy(source: Path, here: Path, names: Sequence[str]) -> None:
-        for name in names:
-            (here / name).parent.mkdir(exist_ok=True)
-            if (source / name).is_file():
-                shutil.copyfile(source / name, here / name)
 
 
 def _key(options: Options | dict[str, Any], before: str) -> str:

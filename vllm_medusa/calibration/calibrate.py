@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.collect import FOLDER, collect
@@ -19,9 +18,8 @@ from vllm_medusa.calibration.walks import Walks, walked_tree
 from vllm_medusa.files import Run
 from vllm_medusa.heads.checkpoint import peek_heads, provenance_of, update_config
 from vllm_medusa.heads.eagle_checkpoint import drafter_method
-from vllm_medusa.heads.files import CheckpointFiles, digest_heads, find_checkpoint
+from vllm_medusa.heads.files import digest_heads, find_checkpoint
 from vllm_medusa.heads.fingerprint import match_target
-from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import Record
@@ -50,7 +48,12 @@ def calibrate(
         progress.warn(warning)
     config, fingerprint, _ = identify(options.model)
     records = _read(options, config, progress)
-    target, heads, dtype = _load(options, files, config)
+    machine, device = options.machine, Workers(options.machine.device).device
+    dtype = target_dtype(machine.dtype, stored_dtype(config), device)
+    target = Target.load(
+        options.model, dtype=dtype, device=device, quantization=machine.quantization
+    )
+    heads = load_for(target, files, dtype)
     origin = provenance(command, [options.data])
     if origin["data"][0]["sha256"] in _trained_on(info.medusa):
         progress.warn(
@@ -63,7 +66,7 @@ def calibrate(
         "heads": digest_heads(files),
         "data": origin["data"],
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": options.machine.quantization,
+        "quantization": machine.quantization,
     }
     settings = source | {"positions": options.positions}
     with Run(options.heads / FOLDER, settings, of=options.heads, restart=True) as run:
@@ -105,18 +108,6 @@ def check_folder(heads: Path) -> None:
         )
 
 
-def _load(
-    options: CalibrateOptions, files: CheckpointFiles, config: Any
-) -> tuple[Target, MedusaHeads, torch.dtype]:
-    """The target, its heads, and their dtype."""
-    machine, device = options.machine, Workers(options.machine.device).device
-    dtype = target_dtype(machine.dtype, stored_dtype(config), device)
-    target = Target.load(
-        options.model, dtype=dtype, device=device, quantization=machine.quantization
-    )
-    return target, load_for(target, files, dtype), dtype
-
-
 def _read(options: CalibrateOptions, config: Any, progress: Progress) -> list[Record]:
     """The requested records; warns about unusual ones."""
     data = options.data
@@ -126,7 +117,7 @@ def _read(options: CalibrateOptions, config: Any, progress: Progress) -> list[Re
         pairs = zip(records, before, strict=False)
         records = [record for record, count in pairs if count < options.positions]
     if not records:
-        raise CalibrationError(f"{data}: no records in it.")
+        raise CalibrationError(f"{data} holds no records.")
     if foreign := sum(record.temperature is None for record in records):
         progress.warn(
             f"{foreign} of {len(records)} texts have no sampling temperature, so they may not have "
@@ -150,11 +141,11 @@ def _trained_on(medusa: Mapping[str, Any]) -> set[str]:
 
 
 def measure_accuracy(observations: Observations, walks: Walks) -> dict[str, Any]:
-    """The share of labels at each rank of each head [K][R], and the number of labels [K].
+    """The fraction of labels at each rank of each head [K][R], and the number of labels [K].
 
-    Measured where ``walks`` of all texts reach an inner node of depth h, as decoding uses head h
-    only there; its accuracy there is far below the average over all positions. Plain JSON; a share
-    is None where nothing was counted.
+    Head h is measured where ``walks`` of all texts reach an inner node of depth h, as decoding uses
+    it only there; its accuracy there is far below the average over all positions. Plain JSON; a
+    fraction is None where nothing was counted.
     """
     visited = walks.visited()
     reached = walks.jumps[visited] - 1  # depth at which each step stopped

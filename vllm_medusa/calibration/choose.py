@@ -77,26 +77,25 @@ def choose_tree(
 
 
 def best_tree(observations: Observations, size: int) -> Chosen:
-    """The tree of up to ``size`` nodes, and the tokens per step of its prefixes."""
+    """Build the tree of up to ``size`` nodes, and estimate each of its prefixes."""
     texts, width = observations.texts(), observations.num_ranks
     paths = walked_tree(texts, size, width)
-    sizes = range(1, len(paths) + 1)
     heldout = None
     if halves := observations.halves():
         first, second = map(observations.texts, halves)
-        there, back = (
-            walk_taus(other, walked_tree(own, size, width), sizes)
+        taus = (
+            walk_taus(other, walked_tree(own, size, width))
             for own, other in ((first, second), (second, first))
         )
-        heldout = [(a + b) / 2 for a, b in zip(there, back, strict=True)]
+        heldout = [(a + b) / 2 for a, b in zip(*taus, strict=True)]
     walks = Walks(texts, paths)
     visits = walks.visits()
     chances = {path: float(n / visits[0]) for path, n in zip(walks.paths, visits, strict=True)}
-    return Chosen(observations, paths, walk_taus(texts, paths, sizes), heldout, chances)
+    return Chosen(observations, paths, walk_taus(texts, paths), heldout, chances)
 
 
 def origin(observations: Observations) -> str:
-    """Describe the data of a calibration."""
+    """Describe the texts of a calibration."""
     temperature = observations.temperature()
-    wrote = "text of other origin" if temperature is None else f"T = {temperature:g}"
-    return f"{len(observations.ranks)} positions, {wrote}"
+    source = "text of other origin" if temperature is None else f"T = {temperature:g}"
+    return f"{len(observations.ranks)} positions, {source}"

@@ -1,7 +1,7 @@
 """Observations of many texts, resumable after a kill at any time.
 
 The target's hidden states are stored as in training, in the folder of a `vllm_medusa.files.Run`
-beside the heads, bound to the settings. A resumed run computes the missing ones, and runs the
+next to the heads, for these settings only. A resumed run computes the missing ones, and runs the
 heads again.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.observations import NO_LABEL, Observations
-from vllm_medusa.calibration.observe import Seen, fit_temperature, observe
+from vllm_medusa.calibration.observe import Observed, fit_temperature, observe
 from vllm_medusa.files import Run, free_bytes
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import SILENT, Progress
@@ -24,7 +24,7 @@ from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.rows import IGNORED, Piece, Texts
 
 FOLDER = "calibration.part"  # next to the heads, while calibration runs
-CLOSE_POSITIONS = 4096  # approximate number used to fit temperatures
+FIT_POSITIONS = 4096  # approximate number used to fit temperatures
 NUM_RANKS = 10  # choices per head that a tree may use, as in dynamic trees
 
 
@@ -62,28 +62,28 @@ def collect(
         forward_tokens=batch_tokens,
     )
     hidden.build(lambda ready, total: progress.at("hidden states", ready, total))
-    stride = max(1, total // CLOSE_POSITIONS)
+    stride = max(1, total // FIT_POSITIONS)
     lm_head = target.lm_head if heads.shared_lm_head else None
-    parts: list[Seen] = []
+    parts: list[Observed] = []
     done = 0
     for span in spans:
         rows = torch.arange(span.start, span.stop)
         states = hidden.read([(span.start, span.stop)]).to(weight)
         labels = texts.labels(rows, heads.num_heads)
         labels = labels.masked_fill(labels == IGNORED, NO_LABEL).to(weight.device)
-        closely = torch.arange(done, done + len(rows), device=weight.device) % stride == 0
+        fit = torch.arange(done, done + len(rows), device=weight.device) % stride == 0
         after = texts.after(rows, heads.num_heads).to(weight.device)
-        parts.append(observe(heads, states, labels, lm_head, closely, after))
+        parts.append(observe(heads, states, labels, lm_head, fit, after))
         done += len(rows)
         progress.at("positions", done, total)
-    seen = Seen(*map(np.concatenate, zip(*parts, strict=True)))
+    seen = Observed(*map(np.concatenate, zip(*parts, strict=True)))
     fitted = [fit_temperature(seen.own[:, h], seen.partition[:, h]) for h in range(heads.num_heads)]
     of = [texts.records[texts.record_of(span.start)] for span in spans]
-    heats = [np.nan if record.temperature is None else record.temperature for record in of]
+    temperatures = [np.nan if record.temperature is None else record.temperature for record in of]
     observations = Observations(
         ranks=seen.ranks,
         offsets=np.cumsum([0, *(span.num_rows for span in spans)]).astype(np.int64),
-        temperatures=np.array(heats, np.float32),
+        temperatures=np.array(temperatures, np.float32),
         prompts=np.array([numbers[record.prompt_key] for record in of], np.int64),
         num_ranks=min(NUM_RANKS, heads.draft_vocab_size),
     )

@@ -1,9 +1,9 @@
 """Predictions of the heads at every position that decoding could have reached.
 
 Every generated span is a *text*. Head h (0-based) at position t predicts token t + h + 2, so the
-positions of a span [s, e) start at s - 1, whose next token is the span's first. They end
-where the last head has no label; if the span ends with an end token, no text follows
-that a head could predict, and positions continue to e - 3, head 0's last label.
+positions of a span [s, e) start at s - 1, whose next token is the span's first. They end where the
+last head has its last label. If the span ends with an end token, nothing follows that a head could
+predict, so its positions continue to e - 3, where head 0 has its last label.
 """
 
 from __future__ import annotations

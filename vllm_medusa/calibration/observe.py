@@ -26,12 +26,12 @@ Array = npt.NDArray[Any]
 
 _STEP = 1 / 8  # of the grid, in powers of two
 SHARPNESS = tuple(2.0 ** (step * _STEP) for step in range(-16, 17))  # 1 / candidate temperatures
-_ELEMENTS = {"cpu": 1 << 21}  # logits per chunk, to fit in cache
-_MANY = 1 << 26  # on other devices
+_CPU_ELEMENTS = 1 << 21  # logits per chunk, to fit in cache
+_DEVICE_ELEMENTS = 1 << 26  # on other devices
 
 
-class Seen(NamedTuple):
-    """Observations at n positions, m of them in detail."""
+class Observed(NamedTuple):
+    """Observations at n positions; temperatures are fitted at m of them."""
 
     ranks: Array  # int16 [n, K]
     own: Array  # float32 [m, K] logit of the actual token; NaN: none, or not in the vocabulary
@@ -44,36 +44,32 @@ def observe(
     hidden_states: Tensor,  # [n, H]
     labels: Tensor,  # int64 [n, K], target ids; NO_LABEL: none
     lm_head: Logits | None,
-    closely: Tensor,  # bool [n]
+    fit: Tensor,  # bool [n], the m positions at which temperatures are fitted
     path: Tensor | None = None,  # int64 [n, K], the tokens after each position, for Hydra heads
-) -> Seen:
+) -> Observed:
     """Rank the actual tokens among the heads' logits, with the proposer's tie-breaking."""
     count, num_heads = labels.shape
-    labels = draft_labels(labels, heads, -MISSED)
-    elements = _ELEMENTS.get(hidden_states.device.type, _MANY)
+    labels = draft_labels(labels, heads, -MISSED)  # [n, K]
+    elements = _CPU_ELEMENTS if hidden_states.is_cpu else _DEVICE_ELEMENTS
     size = max(1, elements // (num_heads * heads.draft_vocab_size))
     parts = []
     for first in range(0, count, size):
         rows = slice(first, first + size)
         states = heads(hidden_states[rows], None, None if path is None else path[rows])
-        logits = heads.compute_logits(states, lm_head).float()  # [c, K, V]
-        parts.append(_look(logits, labels[rows], closely[rows]))
-    return Seen(*(torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True)))
-
-
-def _look(logits: Tensor, labels: Tensor, closely: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # labels: draft ids; below 0: `NO_LABEL`, or -`MISSED` if not in the draft vocabulary
-    known = labels >= 0  # [c, K]
-    own = logits.gather(2, labels.clamp_min(0)[..., None])[..., 0]  # [c, K]
-    ranks = token_ranks(logits, labels.clamp_min(0)).clamp_max(MISSED - 1)
-    ranks = torch.where(known, ranks, torch.where(labels == NO_LABEL, NO_LABEL, MISSED))
-    close = logits[closely]  # [m, K, V]
-    partition = torch.stack([(close * s).logsumexp(-1) for s in SHARPNESS], -1)  # [m, K, G]
-    return ranks.to(torch.int16), own.masked_fill(~known, torch.nan)[closely], partition
+        logits = heads.compute_logits(states, lm_head).float()  # [c, K, V_draft]
+        known, ids = labels[rows] >= 0, labels[rows].clamp_min(0)  # [c, K]
+        ranks = token_ranks(logits, ids).clamp_max(MISSED - 1)
+        missing = torch.where(labels[rows] == NO_LABEL, NO_LABEL, MISSED)
+        own = logits.gather(2, ids[..., None])[..., 0].masked_fill(~known, torch.nan)  # [c, K]
+        chosen = logits[fit[rows]]  # [m, K, V_draft]
+        partition = torch.stack([(chosen * s).logsumexp(-1) for s in SHARPNESS], -1)  # [m, K, G]
+        ranks = torch.where(known, ranks, missing).to(torch.int16)
+        parts.append((ranks, own[fit[rows]], partition))
+    return Observed(*(torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True)))
 
 
 def fit_temperature(own: Array, partition: Array) -> float | None:
-    """One head's temperature, from `Seen.own` [m] and `Seen.partition` [m, G]; None: no labels.
+    """Fit a head's temperature to its ``own`` [m] and ``partition`` [m, G]; None: no labels.
 
     The likelihood is known on a grid of temperatures from 1/4 to 4; a parabola through the best
     three points interpolates. At an end of the grid, that end is used.

@@ -26,7 +26,6 @@ import numpy.typing as npt
 from vllm_medusa.tree.topology import NodePath
 
 Ranks = npt.NDArray[np.integer]  # [T, K]; a negative rank means no token: a miss
-Ints = npt.NDArray[np.int32]
 
 _BLOCK = 1 << 22  # walkers per batch
 
@@ -73,11 +72,14 @@ class Walks:
 
     def tau(self) -> float:
         """Tokens per step with the current tree."""
-        return float(self._taus(np.full(len(self.stops), -1, np.int32), [0])[0])
+        return float(self.jumps[self.visited()].mean())
 
     def tau_with(self, leaves: Sequence[NodePath]) -> list[float]:
-        """Tokens per step with each of ``leaves`` alone added; no two may have the same parent."""
-        wants = np.full(len(self.stops), -1, np.int32)  # [P]: parent of the leaf accepted here
+        """Tokens per step with each of ``leaves`` alone added; no two may have the same parent.
+
+        The texts are walked once per leaf.
+        """
+        accepted = np.full(len(self.stops), -1, np.int32)  # [P]: parent of the leaf accepted here
         next_rank = np.full(len(self.paths), -2, np.int32)  # [N]
         for leaf in leaves:
             next_rank[self._nodes[leaf[:-1]]] = leaf[-1]
@@ -85,8 +87,23 @@ class Walks:
         inner = np.flatnonzero((depths >= 0) & (depths < self.num_heads))
         stops = self.stops[inner]
         hit = self.ranks[inner, depths[inner]] == next_rank[stops]
-        wants[inner[hit]] = stops[hit]
-        return self._taus(wants, [self._nodes[leaf[:-1]] for leaf in leaves])
+        accepted[inner[hit]] = stops[hit]
+        parents = np.array([self._nodes[leaf[:-1]] for leaf in leaves], np.int32)[:, None]  # [L, 1]
+        block = max(1, _BLOCK // len(self.starts))
+        taus: list[float] = []
+        for first in range(0, len(leaves), block):
+            parent = parents[first : first + block]  # [C, 1]
+            at = np.repeat(self.starts[None], len(parent), 0)  # [C, S]
+            steps, tokens = np.zeros(len(parent), np.int64), np.zeros(len(parent), np.int64)
+            while at.shape[1]:
+                jumps = self.jumps[at]
+                moving = jumps > 0
+                steps += moving.sum(1)
+                moved = jumps + (accepted[at] == parent)
+                tokens += moved.sum(1)
+                at = (at + moved)[:, moving.any(0)]  # without finished texts
+            taus += (tokens / steps).tolist()
+        return taus
 
     def visits(self) -> npt.NDArray[np.int64]:
         """Number of steps that reach each node, root first: [N]; all steps reach the root."""
@@ -102,27 +119,6 @@ class Walks:
             parts.append(at)
             at = at + self.jumps[at]
         return np.concatenate(parts)
-
-    def _taus(self, wants: Ints, parents: Sequence[int]) -> list[float]:
-        """Walk every text once per entry of ``parents``.
-
-        In that walk, steps at positions where ``wants`` equals the entry accept one more token.
-        """
-        block = max(1, _BLOCK // len(self.starts))
-        taus: list[float] = []
-        for first in range(0, len(parents), block):
-            wanted = np.asarray(parents[first : first + block], np.int32)[:, None]  # [C, 1]
-            at = np.repeat(self.starts[None], len(wanted), 0)  # [C, S]
-            steps, tokens = np.zeros(len(wanted), np.int64), np.zeros(len(wanted), np.int64)
-            while at.shape[1]:
-                jumps = self.jumps[at]
-                moving = jumps > 0
-                steps += moving.sum(1)
-                moved = jumps + (wants[at] == wanted)
-                tokens += moved.sum(1)
-                at = (at + moved)[:, moving.any(0)]  # without finished texts
-            taus += (tokens / steps).tolist()
-        return taus
 
 
 def walked_tree(texts: Sequence[Ranks], num_draft_tokens: int, max_rank: int) -> list[NodePath]:
@@ -152,17 +148,11 @@ def walked_tree(texts: Sequence[Ranks], num_draft_tokens: int, max_rank: int) ->
     return walks.paths[1:]
 
 
-def walk_taus(
-    texts: Sequence[Ranks], paths: Sequence[NodePath], sizes: Sequence[int]
-) -> list[float]:
-    """Tokens per step with the first n draft nodes of ``paths``, parents first, for every size n.
-
-    ``sizes`` ascend; a size beyond the tree means the whole tree.
-    """
+def walk_taus(texts: Sequence[Ranks], paths: Iterable[NodePath]) -> list[float]:
+    """Tokens per step with the first 1, 2, ... draft nodes of ``paths``, parents first."""
     walks = Walks(texts)
     taus = []
-    for size in sizes:
-        for path in paths[len(walks.paths) - 1 : size]:
-            walks.add(path)
+    for path in paths:
+        walks.add(path)
         taus.append(walks.tau())
     return taus

@@ -1,10 +1,10 @@
 """EAGLE-3 drafters between training and serving layouts, with unchanged tensors.
 
 All have the same tensors. SafeAILab calls the layer ``midlayer`` and stores pickles, speculators
-calls it ``layers.0``. Which of the target's layers are read is in
+calls it ``layers.0``. The target's layers that a drafter reads are in
 ``eagle_aux_hidden_state_layer_ids``: at the config's top level, where vLLM looks first, a number
-means that layer's input. SpecForge's ``eagle_config`` numbers outputs if the first is 1, as SGLang
-reads it; without numbers both use the same default.
+means that layer's input. In SpecForge's ``eagle_config``, as SGLang reads it, numbers mean outputs
+if the first is 1. Without numbers, both use the same default.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DRAFTER_FORMATS = {  # layer name, file name, and architecture in the config
     "speculators": ("layers.0.", "model.safetensors", "LlamaForCausalLM"),
 }
 _LAYER = "layers.0."  # as vLLM calls it, see `bare_names`
-_DRAFTED = 5  # draft tokens; speculators' config requires a number, servers can override it
+_DRAFT_TOKENS = 5  # draft tokens; speculators' config requires a number, servers can override it
 _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _SUPPORTED = {"specforge": ("fc_norm", "norm_output")}  # since September 2026
 
@@ -123,20 +123,20 @@ def _eagle_config(layers: list[int] | None, depth: int | None, notes: list[str])
 
 def _speculators_config(config: dict[str, Any], target: str) -> dict[str, Any]:
     """The config of vLLM's speculators library; its target name may need correction."""
-    outside = {"medusa", "base_model_name_or_path", "target_hidden_size", LAYER_IDS}
-    apart = {*outside, "draft_vocab_size", *_VARIANTS}
-    inner = {key: value for key, value in config.items() if key not in apart}
+    kept = {"medusa", "base_model_name_or_path", "target_hidden_size", LAYER_IDS}
+    top_level = {*kept, "draft_vocab_size", *_VARIANTS}
+    layer_config = {key: value for key, value in config.items() if key not in top_level}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _DRAFTED}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _DRAFT_TOKENS}],
             "verifier": {"name_or_path": target, "architectures": []},
         },
         "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
         **{key: bool(config.get(key)) for key in _VARIANTS},
-        "transformer_layer_config": inner,
-        **{key: config[key] for key in outside if key in config},
+        "transformer_layer_config": layer_config,
+        **{key: config[key] for key in kept if key in config},
     }

@@ -34,14 +34,11 @@ class Format:
     lm_head_bias: bool = False  # whether it is allowed
 
 
-_PICKLE, _SAFETENSORS, _OURS = (
-    "medusa_lm_head.pt",
-    "medusa_lm_head.safetensors",
-    "model.safetensors",
-)
+_PICKLE, _SAFETENSORS = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
+_NATIVE = "model.safetensors"
 FORMATS = {
-    "native": Format(_OURS, "vllm", "as stored", biases=False, token_map=True, lm_head_bias=True),
-    "vllm": Format(_OURS, "vllm", "one", biases=False, token_map=True),
+    "native": Format(_NATIVE, "vllm", "as stored", biases=False, token_map=True, lm_head_bias=True),
+    "vllm": Format(_NATIVE, "vllm", "one", biases=False, token_map=True),
     "v1": Format(_PICKLE, "v1", "each"),
     "v2": Format(_SAFETENSORS, "v1", "none"),
     "tgi": Format(_SAFETENSORS, "v1", "each or shared"),
@@ -86,7 +83,7 @@ def write_heads(to: str, info: HeadsInfo, target: CheckpointFiles | None) -> Out
     slots, notes = {name: slot for slot, name in info.names.items()}, list[str]()
     tensors = {slots[name]: tensor for name, tensor in info.files.finite_tensors(slots)}
     if form.biases and info.num_layers and not info.bias:
-        for slot in [slot for slot in tensors if slot.part == "layer"]:
+        for slot in [s for s in tensors if s.part == "layer"]:
             tensors[slot._replace(kind="bias")] = tensors[slot].new_zeros(info.hidden_size)
         notes.append("zero biases were added to layers without biases")
     rule = form.lm_heads

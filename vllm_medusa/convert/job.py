@@ -44,8 +44,8 @@ class Conversion:
 def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = None) -> Conversion:
     """Write heads in another format.
 
-    An existing output is replaced only with ``overwrite``, and only if it holds heads and
-    nothing else. ``provenance`` is an entry to append to that of the heads.
+    An existing output is replaced only with ``overwrite``, and only if it contains nothing but
+    heads. ``provenance`` is an entry to append to that of the heads.
 
     Raises:
         HeadsError: heads that are unreadable, or not supported by the format.

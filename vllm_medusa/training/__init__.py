@@ -1,1 +1,1 @@
-"""Training of heads and EAGLE-3 drafters on the target's own texts; one module per method."""
+"""Training of Medusa and Hydra heads and EAGLE-3 drafters; one module per method."""

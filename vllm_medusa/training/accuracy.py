@@ -65,8 +65,7 @@ class Measurement:
     def summary(self) -> dict[str, Any]:
         """Plain JSON: ``loss`` [K], ``labels`` of head 0, ``top`` [K][TOP].
 
-        ``top[k][i]`` is the fraction of labels among the best i + 1 choices of head k. Labels
-        outside the draft vocabulary count as misses, and have no loss.
+        ``top[k][i]`` is the fraction of labels among the best i + 1 choices of head k.
         """
         loss, counts, labels, *hits = self.sums.T
         top = torch.stack(hits, 1).cumsum(1) / labels.clamp(min=1)[:, None]

@@ -1,7 +1,8 @@
-"""The distill job: the target generates the texts that its heads are trained on (section 2.3.2).
+"""The distill job: the target generates the texts that its heads are trained on.
 
-Every prompt is continued ``samples`` times; sample s of prompt p has slot p * samples + s and seed
-``seed + slot``, so a text depends neither on other texts nor on where a job was resumed.
+This is self-distillation (Medusa, section 2.3.2). Every prompt is continued ``samples`` times;
+sample s of prompt p has slot p * samples + s and seed ``seed + slot``, so a text depends neither on
+other texts nor on where a job was resumed.
 
 A conversation becomes one record with a span per answer, as long as the tokens generated in a
 turn equal those in the next turn's prompt. Where they differ (the target chose other tokens for
@@ -30,7 +31,7 @@ from vllm_medusa.offline.prompts import Prompt, load_prompts
 from vllm_medusa.offline.records import key_of
 from vllm_medusa.training.self_talk import SelfTalk, require_self_talk
 
-_TALK_TURNS = 3
+_SELF_TALK_TURNS = 3
 
 
 def distill(
@@ -46,10 +47,10 @@ def distill(
     else:
         count = options.conversations or 0
         prompts = [Prompt(index, index + 1, f"talk-{index}") for index in range(count)]
-    turns, talker = max(1, max(len(prompt.turns) for prompt in prompts)), None
+    turns, tokenizer = max(1, max(len(prompt.turns) for prompt in prompts)), None
     if options.self_talk:
-        turns, talker = options.turns or _TALK_TURNS, _talker(options.model)
-    plan = Plan(options.samples, options.temperature, options.seed, turns, talker)
+        turns, tokenizer = options.turns or _SELF_TALK_TURNS, _self_talk_tokenizer(options.model)
+    plan = Plan(options.samples, options.temperature, options.seed, turns, tokenizer)
     settings = {
         "samples": plan.samples,
         "temperatures": list(plan.temperatures),
@@ -59,13 +60,13 @@ def distill(
     top_p, top_k, stop = options.top_p, options.top_k, options.stop
     sampling = Sampling(options.max_tokens, max(plan.temperatures), top_p, top_k, stop)
     cut = ({"top_p": top_p} if top_p < 1 else {}) | ({"top_k": top_k} if top_k > 0 else {})
-    early, ended = 0, 0
+    early = conversations = 0
 
     def lines(result: Result) -> list[Mapping[str, Any]]:
-        nonlocal early, ended
+        nonlocal early, conversations
         answers = sum(answer.role == "assistant" for answer in result.answers)
         early += options.self_talk and 0 < answers < plan.turns
-        ended += bool(answers)
+        conversations += bool(answers)
         return [r | cut for r in plan.records(result) if r["index"] not in log.done]
 
     origin = provenance(command, [options.prompts] if options.prompts is not None else [])
@@ -84,13 +85,13 @@ def distill(
         )
         if early:
             progress.warn(
-                f"{early} of {ended} conversations ended before {plan.turns} answers: a text "
-                "was truncated at --max-tokens, or a user turn was empty"
+                f"{early} of {conversations} conversations ended before {plan.turns} answers: a "
+                "text was truncated at --max-tokens, or a user turn was empty"
             )
         return Generated(options.output, log.failed, speed)
 
 
-def _talker(model: str) -> Any:
+def _self_talk_tokenizer(model: str) -> Any:
     """The target's tokenizer, whose chat template must mark where turns start and end."""
     from transformers import AutoTokenizer
 
@@ -108,7 +109,7 @@ class Plan:
     temperatures: tuple[float, ...] = (0.0,)  # sample s uses entry s modulo the length
     seed: int = 0  # seed of slot 0
     turns: int = 1  # max answers, and thus max records, per text
-    talker: Any = None  # the tokenizer, if the target also generates the user's later turns
+    tokenizer: Any = None  # for self-talk: the target also generates the user's later turns
 
     def temperature(self, slot: int) -> float:
         """The temperature of a slot."""
@@ -129,8 +130,8 @@ class Plan:
     def session(self, prompt: Prompt) -> Session:
         """Create the session of a slot, for `vllm_medusa.offline.batch.run_batch`."""
         temperature = self.temperature(prompt.index)
-        if self.talker is not None:
-            return SelfTalk(prompt, temperature, self.turns, self.talker)
+        if self.tokenizer is not None:
+            return SelfTalk(prompt, temperature, self.turns, self.tokenizer)
         return Sampled(prompt, temperature=temperature)
 
     def records(self, result: Result) -> list[dict[str, Any]]:

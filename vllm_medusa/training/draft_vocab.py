@@ -27,8 +27,8 @@ def count_tokens(records: Iterable[Record], vocab_size: int) -> Tensor:
     )
 
 
-def usual_size(records: Sequence[Record], vocab_size: int) -> int | None:
-    """The smallest size that reaches `COVERAGE`, within bounds; None: the vocabulary is not larger.
+def default_size(records: Sequence[Record], vocab_size: int) -> int | None:
+    """The smallest size that reaches `COVERAGE`, within bounds; None: the whole vocabulary.
 
     The most frequent tokens of one half of the prompts must cover the other half: a small set of
     texts says little about other texts, but its own tokens always cover it completely.

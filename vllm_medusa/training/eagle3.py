@@ -29,7 +29,7 @@ from vllm_medusa.training.target import Target, TargetError
 PIECE_ROWS = 2048
 _NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")  # names of a target's final norm
 EMBEDDING_SHARE = 0.3  # initial scale of the weights on embeddings
-_NOT_OURS = "Train a new drafter, without --start-heads"
+_REMEDY = "Train a new drafter, without --start-heads"
 
 
 class Eagle3(Method):
@@ -43,6 +43,7 @@ class Eagle3(Method):
     def __init__(self, target: Target, drafter: EagleDrafter, *setup: Any) -> None:
         super().__init__(drafter, *setup)
         drafter.lm_head.requires_grad_(not drafter.frozen_lm_head)
+        drafter.embedding = target.embedding_weight.detach()
         self.teacher = target.lm_head_of(dtype=torch.bfloat16 if self.bf16 else torch.float32)
         self.width = target.hidden_size
 
@@ -50,7 +51,7 @@ class Eagle3(Method):
         """See `Method`."""
         device, states, sizes = self.workers.device, self.states(batch), batch.sizes
         features, last = states.split([states.shape[1] - self.width, self.width], 1)
-        there = pad_sequence([torch.ones(n, dtype=torch.bool) for n in sizes], batch_first=True)
+        valid = pad_sequence([torch.ones(n, dtype=torch.bool) for n in sizes], batch_first=True)
         texts = batch.data.texts
         first = [start - texts.first[texts.record_of(start)] for start, _ in batch.spans]
         x = self.heads(
@@ -58,7 +59,7 @@ class Eagle3(Method):
             pad_sequence(list(self.path(batch).split(sizes)), batch_first=True),
             torch.tensor(first, device=device),
         )
-        return last, x[there.to(device)]
+        return last, x[valid.to(device)]
 
 
 def new_drafter(
@@ -91,8 +92,6 @@ def new_drafter(
             drafter.norm.weight.copy_((signs * (norm(signs) - norm(-signs)))[0] / 2)
         _start_from(dict(decoder_layers(target)[-1].named_parameters()), drafter)
     drafter.frozen_lm_head = frozen_lm_head
-    drafter = drafter.to(target.device)
-    drafter.embedding = target.embedding_weight.detach()
     return drafter
 
 
@@ -101,9 +100,8 @@ def load_drafter(
 ) -> EagleDrafter:
     """Load a drafter of one Llama layer for this target, to continue its training.
 
-    Its shape is that of its own config: also EAGLE-3.1, and speculators' residual.
-
-    Its LM head is trained unless its rows equal the target's.
+    Its shape is that of its own config, which may be EAGLE-3.1's or have speculators' residual. Its
+    LM head is trained unless its rows equal the target's.
 
     Raises HeadsError: it belongs to another target, or its tensors have another layout.
     """
@@ -111,7 +109,7 @@ def load_drafter(
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     for check in inspect_drafter(files, sizes).checks:
         if check.verdict == NO or check.name == "numbers of layers":
-            raise HeadsError(f"{label}: {check.name}: {check.text}. {_NOT_OURS}")
+            raise HeadsError(f"{label}: {check.name}: {check.text}. {_REMEDY}")
     types, rope = config.get("layer_types") or (), rope_of(config)
     untrained = {
         "norm_before_fc": config.get("norm_before_fc"),
@@ -121,7 +119,7 @@ def load_drafter(
     }
     for name, found in untrained.items():
         if found:
-            raise HeadsError(f"{label} has {name}, which `train` does not support. {_NOT_OURS}")
+            raise HeadsError(f"{label} has {name}, which `train` does not support. {_REMEDY}")
     names = bare_names(files)
     stored = dict(files.finite_tensors(names.values()))
     found = {name.replace("layers.0.", "midlayer."): stored[key] for name, key in names.items()}
@@ -129,7 +127,7 @@ def load_drafter(
     found.pop("t2d", None)
     embedding, own = target.embedding_weight, found.pop("embed_tokens.weight", None)
     if own is not None and not torch.equal(own, embedding[: len(own)].to(own.dtype).cpu()):
-        raise HeadsError(f'{label}: its "embed_tokens.weight" is not the target\'s. {_NOT_OURS}')
+        raise HeadsError(f'{label}: its "embed_tokens.weight" is not the target\'s. {_REMEDY}')
     token_map = None if offsets is None else offsets.long() + torch.arange(len(offsets))
     shape = EagleShape.of(SimpleNamespace(**config), layers, target.hidden_size, target.vocab_size)
     drafter = EagleDrafter(shape, num_steps, token_map)
@@ -138,13 +136,11 @@ def load_drafter(
     except RuntimeError as error:
         reason = " ".join(str(error).split()[:40])
         raise HeadsError(
-            f"{label} does not have the layout that `train` writes: {reason}. {_NOT_OURS}"
+            f"{label} does not have the layout that `train` writes: {reason}. {_REMEDY}"
         ) from None
     rows = target.lm_head_weight[slice(None) if token_map is None else token_map].float()
     same = (rows * target.logit_scale).to(found["lm_head.weight"].dtype)
     drafter.frozen_lm_head = torch.equal(same.cpu(), found["lm_head.weight"])
-    drafter = drafter.to(target.device)
-    drafter.embedding = target.embedding_weight.detach()
     return drafter
 
 

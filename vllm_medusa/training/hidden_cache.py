@@ -1,12 +1,11 @@
 """The frozen target's hidden states, computed once.
 
-A folder of shards, each with the rows of complete texts. A shard has a file for the inputs of
-the LM head and, for EAGLE-3, one per target layer. A file is a bare [n, H] array in one dtype,
-memory-mapped when read; runs of different methods share files. The folder's name is a digest of
-the target and the texts, so no other run reads it. A file is written under a temporary
-name and renamed, so it is always complete, and building resumes with the missing ones. Two runs
-that build the same folder concurrently write the same bytes. Without a folder the states are kept
-in memory.
+They are in a folder of shards, each with the rows of complete texts. A shard has a file for the
+inputs of the LM head and, for EAGLE-3, one per target layer, which runs of different methods share.
+A file is a plain [n, H] array, memory-mapped when read. The folder's name is a digest of the target
+and the texts, so no other run reads it. A file is written under a temporary name and renamed, so it
+is always complete, and building resumes with the missing ones. Two runs that build the same folder
+concurrently write the same bytes. Without a folder the states are kept in memory.
 
 States of texts are stored in order, up to ``max_bytes``; those of the other texts are computed when
 they are read, in one pass per text for all its pieces, which `groups` keeps together.
@@ -110,8 +109,14 @@ class HiddenStates:
         todo = [shard for shard in missing if shard % world == rank]
         tag = f"part-{os.getpid()}"  # of temporary files
         if todo and self.folder is not None:
-            sizes = (self._num_rows(shard) * len(self._absent(shard)) for shard in missing)
-            self._require_space(sum(sizes) * self._file_row)
+            rows = sum(self._num_rows(shard) * len(self._absent(shard)) for shard in missing)
+            wanted, free = rows * self._file_row, free_bytes(self.folder)
+            if wanted > free:
+                raise CacheError(
+                    f"the hidden states take {wanted / 1e9:.1f} GB, but the disk of {self.folder} "
+                    f"has {free / 1e9:.1f} GB free. Limit them with --cache-gb (the rest is "
+                    "computed when needed), or set --cache to another disk."
+                )
             self.folder.mkdir(parents=True, exist_ok=True)
         texts = {shard: range(*self._shards[shard : shard + 2]) for shard in todo}
         total, ready = sum(int(self._tokens[each].sum()) for each in texts.values()), 0
@@ -189,16 +194,6 @@ class HiddenStates:
                     )
                 yield text, found
 
-    def _require_space(self, wanted: int) -> None:
-        assert self.folder is not None
-        free = free_bytes(self.folder)
-        if wanted > free:
-            raise CacheError(
-                f"the hidden states take {wanted / 1e9:.1f} GB, but the disk of {self.folder} "
-                f"has {free / 1e9:.1f} GB free. Limit them with --cache-gb (the rest is computed "
-                "when needed), or set --cache to another disk."
-            )
-
     def _num_rows(self, shard: int) -> int:
         return int(self._bases[shard + 1] - self._bases[shard])
 
@@ -216,9 +211,8 @@ class HiddenStates:
 
     def _mapped(self, shard: int) -> list[Tensor]:
         if shard not in self._kept:
-            shape = (self._num_rows(shard), self._width)
-            size = shape[0] * shape[1]
+            size = self._num_rows(shard) * self._width
             paths = [str(self._path(shard, number)) for number in range(len(self._names))]
             files = [torch.from_file(path, size=size, dtype=self.dtype) for path in paths]
-            self._kept[shard] = [file.view(shape) for file in files]
+            self._kept[shard] = [file.view(-1, self._width) for file in files]
         return self._kept[shard]

@@ -1,8 +1,9 @@
-"""Inputs of all methods: a target, identified by its weights, records that fit it, start heads."""
+"""Inputs of all methods: a target and its fingerprint, its records, and heads to start from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ def read_texts(
 ) -> tuple[list[Record], list[Record]]:
     """The records to train on, and those to measure on, which may be none.
 
-    Raises PromptError: no such file, or bad lines without ``skip``; ValueError: no records, or
-    unusable ones.
+    Raises PromptError: no such file, or bad lines that are not to be skipped; ValueError: no
+    records, or unusable ones.
     """
     files = options.files
     read = {
@@ -39,7 +40,7 @@ def read_texts(
     }
     train = read[files.data]
     if not train:
-        raise ValueError(f"{files.data}: no usable records in it.")
+        raise ValueError(f"{files.data} holds no usable records.")
     if files.heldout is None:
         try:
             train, heldout = split_heldout(train, files.heldout_share)
@@ -86,11 +87,16 @@ def find_start(heads: HeadOptions) -> tuple[HeadOptions, CheckpointFiles | None]
 
 
 def limits_of(source: str, config: Any) -> dict[str, Any]:
-    """What `load_records` needs to know of a target, given transformers' text config."""
+    """A target's arguments of `load_records`, given transformers' text config."""
+    from transformers import AutoTokenizer
+
+    tokenizer = None  # records of token ids do not need it
+    with suppress(OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(source)
     return {
         "vocab_size": int(config.vocab_size),
         "max_tokens": getattr(config, "max_position_embeddings", None),
-        "tokenizer": find_tokenizer(source),
+        "tokenizer": tokenizer,
     }
 
 
@@ -106,7 +112,10 @@ def read_usable(
 def _untrained(
     files: TextFiles, train: list[Record], heldout: list[Record], progress: Progress
 ) -> list[Record]:
-    """Held-out records whose prompts are not trained on."""
+    """The held-out records whose prompts are not trained on.
+
+    Raises ValueError: there are none.
+    """
     prompts = {record.prompt_key for record in train}
     kept = [record for record in heldout if record.prompt_key not in prompts]
     if not kept:
@@ -150,16 +159,6 @@ def identify(source: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         config = AutoConfig.from_pretrained(source).get_text_config()
     files = find_target(source)
     return config, fingerprint_of(files), files.config
-
-
-def find_tokenizer(source: str) -> Any:
-    """The target's tokenizer, or None: records of token ids do not need it."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):
-        return None
 
 
 def _count(records: Sequence[Record]) -> str:

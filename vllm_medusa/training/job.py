@@ -22,8 +22,8 @@ from vllm_medusa.training.draft_vocab import (
     LARGEST,
     count_tokens,
     coverage,
+    default_size,
     frequent_tokens,
-    usual_size,
 )
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.inputs import (
@@ -44,7 +44,7 @@ from vllm_medusa.training.target import DTYPES, Target, stored_dtype, target_dty
 from vllm_medusa.training.workers import Workers
 
 # keys of a target's config.json that do not affect its hidden states, or are recorded elsewhere
-_NOT_COMPUTED = (
+_IGNORED_KEYS = (
     *("_name_or_path", "architectures", "transformers_version"),
     *("dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
@@ -56,12 +56,12 @@ class Job:
     """One training run in one process.
 
     Attributes:
-        options: those given, with the shape of the heads in ``start``.
+        options: the given ones, with the shape of the heads in ``start``.
         start: the heads to continue from; None: new ones.
         source: the target's folder or hub name.
-        fingerprint: of its weights, see `heads.fingerprint.target_fingerprint`.
-        stored: its weights' dtype, if it is in its config.
-        dtype: dtype in which it computes.
+        fingerprint: of the target's weights, see `heads.fingerprint.target_fingerprint`.
+        stored: dtype of the target's weights, if it is in its config.
+        dtype: dtype in which the target computes.
         bf16: whether the heads compute in bfloat16.
         train, heldout: the texts to train and to measure on; their prompts differ.
         layers: target layers whose inputs an EAGLE-3 drafter reads; empty for heads.
@@ -87,7 +87,7 @@ class Job:
         self.workers, self.source = workers, options.model
         self.progress, self._command = progress, command
         files, machine, count = options.files, options.machine, options.heads.num_heads
-        config, self.fingerprint, written = identify(self.source)
+        config, self.fingerprint, target_config = identify(self.source)
         self.stored = stored_dtype(config)
         texts = read_texts(options, limits_of(self.source, config), progress)
         self.train, self.heldout = map(Texts, texts)
@@ -110,7 +110,7 @@ class Job:
         )
         self._state_key = {  # what hidden states depend on
             "target": self.fingerprint,
-            "target_config": {k: v for k, v in written.items() if k not in _NOT_COMPUTED},
+            "target_config": {k: v for k, v in target_config.items() if k not in _IGNORED_KEYS},
             "dtype": str(self.dtype),
             "quantization": machine.quantization,
         }
@@ -164,7 +164,7 @@ class Job:
         return medusa1.new_heads(target, self.options.heads, self.token_map(target))
 
     def first_drafter(self, target: Target) -> EagleDrafter:
-        """The same for EAGLE-3."""
+        """The EAGLE-3 drafter to start from: a new one, or ``start``."""
         heads = self.options.heads
         if self.start is not None:
             return eagle3.load_drafter(target, self.start, self.layers, heads.num_heads)
@@ -243,7 +243,7 @@ class Job:
         """
         size, known = self.options.heads.draft_vocab, target.vocab_size
         if size is None:
-            size = usual_size(self.train.records, known)
+            size = default_size(self.train.records, known)
         if not size or size >= known:
             if known > LARGEST:
                 self.progress.note(f"draft vocabulary: all {known} tokens (--draft-vocab)")
@@ -283,7 +283,7 @@ class Job:
         heads: AnyHeads,  # `round`ed; moved to the CPU in the stored dtype
         more: Mapping[str, Any],  # results, in addition to `recorded`
         target: Mapping[str, Any] | None = None,  # fingerprint, if not `fingerprint`
-        source: str | Path | None = None,  # its location, likewise
+        source: str | Path | None = None,  # the target's location, if not `source`
     ) -> None:
         """Write the heads; ``config.json`` is written last and marks them complete."""
         heads.to(device="cpu", dtype=DTYPES[self.options.heads.save_dtype])

@@ -30,7 +30,7 @@ from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.kernels import fused
 from vllm_medusa.training.rows import IGNORED
 
-CHUNK = 256  # positions per chunk of logits
+CHUNK = 256  # positions whose logits exist at a time: 4 * CHUNK * V floats, twice that if soft
 
 LMHead = Callable[[Tensor], Tensor]  # [N, H] -> logits [N, V or V_draft]
 AnyHeads = MedusaHeads | EagleDrafter  # a drafter's steps correspond to K heads
@@ -61,7 +61,6 @@ def head_losses(
     lm_head: LMHead | None = None,  # over the draft vocabulary, for heads that store none
     *,
     teacher: Teacher | None = None,  # for soft labels
-    chunk: int = CHUNK,  # positions per chunk: 4 * chunk * V floats, twice that if soft
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of the heads' cross-entropies, with its gradient, and each head's own.
 
@@ -77,7 +76,7 @@ def head_losses(
     drafts = draft_labels(labels, heads, IGNORED)
     valid = (drafts if teacher is None else labels) != IGNORED
     weight, bias = heads.lm_head_weight, heads.lm_head_bias
-    parts = (x, weight, bias, drafts, valid, weights.float(), lm_head, teacher, chunk)
+    parts = (x, weight, bias, drafts, valid, weights.float(), lm_head, teacher)
     return _ChunkedLosses.apply(*parts)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -133,17 +132,17 @@ class _ChunkedLosses(torch.autograd.Function):
         weights: Tensor,  # fp32 [K]
         lm_head: LMHead | None,
         teacher: Teacher | None,
-        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         count = x.shape[1]
         sums = torch.zeros(count, device=x.device)
-        grads = [
+        grads: list[Any] = [
             torch.zeros(t.shape, device=t.device) if t is not None and t.requires_grad else None
             for t in (x, weight, bias)
         ]
+        wanted = [i for i, grad in enumerate(grads) if grad is not None]
         on_cpu = x.device.type == "cpu"
-        for start in range(0, len(x), chunk):
-            rows = slice(start, min(start + chunk, len(x)))
+        for start in range(0, len(x), CHUNK):
+            rows = slice(start, min(start + CHUNK, len(x)))
             if on_cpu and not bool(valid[rows].any()):
                 continue  # skip prompts; on a device this check would sync
             after = None if teacher is None else teacher.after(rows.start, rows.stop, count)
@@ -151,25 +150,27 @@ class _ChunkedLosses(torch.autograd.Function):
                 label, counts = labels[rows, head], valid[rows, head, None]
                 slot = head if weight is not None and len(weight) > 1 else 0
                 places: list[Any] = [(rows, head), slot, slot]
-                leaves = [
+                leaves: list[Any] = [
                     None if t is None else t[place].detach().requires_grad_(grad is not None)
                     for t, place, grad in zip((x, weight, bias), places, grads, strict=True)
                 ]
                 with torch.enable_grad():
-                    logits = _logits(leaves, lm_head)
+                    if weight is None and lm_head is not None:
+                        logits = lm_head(leaves[0])
+                    else:
+                        logits = F.linear(*leaves)
                 if teacher is None or after is None:
                     soft = _one_hot(label, logits.shape[-1])
                 else:
                     soft = teacher.labels_of(after[head : head + len(label)], rows, label)
                 entropy, gradient_of_logits = _cross_entropy(logits.detach(), soft * counts)
                 sums[head] += entropy.sum()
-                wanted = [i for i, grad in enumerate(grads) if grad is not None]
                 if not wanted:
                     continue
-                inputs = [leaf for i in wanted if (leaf := leaves[i]) is not None]
+                inputs = [leaves[i] for i in wanted]
                 found = torch.autograd.grad(logits, inputs, gradient_of_logits)
                 for i, gradient in zip(wanted, found, strict=True):
-                    grads[i][places[i]] += gradient.float() * weights[head]  # type: ignore[index]
+                    grads[i][places[i]] += gradient.float() * weights[head]
         ctx.save_for_backward(*(None if g is None else g.to(x.dtype) for g in grads))
         ctx.mark_non_differentiable(sums)
         return (sums * weights).sum(), sums
@@ -178,16 +179,7 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         factor = upstream[0]
         scaled = [None if g is None else g * factor.to(g.dtype) for g in ctx.saved_tensors]
-        return (*scaled, None, None, None, None, None, None)
-
-
-def _logits(leaves: list[Tensor | None], lm_head: LMHead | None) -> Tensor:
-    state, matrix, vector = leaves
-    assert state is not None
-    if matrix is not None:
-        return F.linear(state, matrix, vector)
-    assert lm_head is not None
-    return lm_head(state)
+        return (*scaled, None, None, None, None, None)
 
 
 def _one_hot(label: Tensor, size: int) -> Tensor:

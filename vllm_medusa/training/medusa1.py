@@ -19,7 +19,6 @@ from vllm_medusa.heads.checkpoint import new_heads as make_heads
 from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.training.losses import LMHead
 from vllm_medusa.training.method import Batch, Method
 from vllm_medusa.training.options import HeadOptions
 from vllm_medusa.training.target import Target
@@ -31,7 +30,6 @@ class Medusa1(Method):
     """Trains Medusa or Hydra heads."""
 
     heads: MedusaHeads
-    lm_head: LMHead
 
     def __init__(self, target: Target, heads: MedusaHeads, *setup: Any) -> None:
         super().__init__(heads, *setup)

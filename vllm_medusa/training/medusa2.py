@@ -63,7 +63,6 @@ class Medusa2(Method):
     """The joint stage: the optimizer updates only the adapter and the heads."""
 
     heads: MedusaHeads
-    lm_head: LMHead
     own = measures_ends = True
 
     def __init__(
@@ -147,8 +146,6 @@ def lm_loss(
     following: Tensor,  # int64 [N], IGNORED if none
     lm_head: LMHead,
     teacher: Tensor | None = None,  # [N, H]
-    *,
-    chunk: int = CHUNK,  # positions per chunk of logits
 ) -> Tensor:
     """Sum over the labeled positions of KL(teacher || student), or of the cross-entropy.
 
@@ -165,7 +162,7 @@ def lm_loss(
 
     (counted,) = (following != IGNORED).nonzero(as_tuple=True)
     total = torch.zeros((), device=states.device)
-    for at in counted.split(chunk):
+    for at in counted.split(CHUNK):
         total = total + checkpoint(part, at, use_reentrant=False, preserve_rng_state=False)
     return total
 
@@ -177,7 +174,7 @@ def measure_joint(
     heldout: Data,  # whole spans, with the original model's states
     workers: Workers | None = None,  # each has a share of the pieces; None: this process has all
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Measure heads (`Measurement.summary`) and target (`QualityMeter.result`).
+    """Measure the heads (`Measurement.summary`) and the target (`QualityMeter.result`).
 
     Raises ValueError: the texts have no generated tokens; CacheError: the target's states are not
     finite.

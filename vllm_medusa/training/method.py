@@ -131,9 +131,10 @@ class Method:
             drafted[:, : int(self.own)] = True
             counted &= drafted
         known = [texts.records[texts.record_of(start)].temperature for start, _ in spans]
-        heats = torch.tensor([1.0 if t is None else t for t in known]).repeat_interleave(sizes)
+        temperatures = torch.tensor([1.0 if t is None else t for t in known])
         device = self.workers.device
-        return Batch(data, spans, rows, labels.to(device), counted.sum(0), heats.to(device))
+        temperatures = temperatures.repeat_interleave(sizes).to(device)
+        return Batch(data, spans, rows, labels.to(device), counted.sum(0), temperatures)
 
     def states(self, batch: Batch) -> Tensor:
         """The target's states of a batch, from the stored ones: [N, H]."""

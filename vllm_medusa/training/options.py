@@ -59,7 +59,7 @@ class TextFiles(Options):
 
     def name(self, *, heldout: bool) -> str:
         """The file with the texts to train on, or to measure on."""
-        return str(self.heldout or self.data if heldout else self.data)
+        return str((heldout and self.heldout) or self.data)
 
 
 class HeadOptions(Options):
@@ -134,7 +134,7 @@ class StepOptions(Options):
         "heads' peak learning rate", default=None, shown="1e-3; more for targets narrower than 573"
     )
     warmup_steps: FromZero | None = option(
-        "learning-rate warm-up, at most a tenth of the steps",
+        "steps of learning-rate warm-up, at most a tenth of all steps",
         default=None,
         metavar="N",
         shown=f"{WARMUP_STEPS}; in medusa-2's joint stage {JOINT_WARMUP_STEPS}",
@@ -179,7 +179,7 @@ class JointOptions(Options):
     """
 
     lora_rank: Positive = option("rank of the target's adapter", default=32)
-    lora_alpha: Above = option("its scale, times the rank", default=16.0)
+    lora_alpha: Above = option("the adapter's scale times its rank", default=16.0)
     lm_loss: Literal["auto", "kl", "cross-entropy"] = option(
         "target's loss: kl to the original model, or cross-entropy of the text; auto: kl if the "
         "target generated all of it",

@@ -53,12 +53,10 @@ class QualityMeter:
         following: Tensor,  # int64 [N], the next token, or `IGNORED`
         before: Tensor,  # [N, H], LM head inputs of the original
         after: Tensor,  # [N, H], LM head inputs of the new model
-        *,
-        chunk: int = CHUNK,  # positions per chunk of logits
     ) -> None:
         """Add some positions."""
         (positions,) = (following != IGNORED).nonzero(as_tuple=True)
-        for at in positions.split(chunk):
+        for at in positions.split(CHUNK):
             old, new = (self.lm_head(states[at]).float() for states in (before, after))  # [C, V]
             rows = (
                 torch.ones(len(at)),

@@ -31,10 +31,10 @@ def complete(
     ``drafter``: an EAGLE-3 drafter is trained instead of heads.
     """
     # a drafter is a whole decoder layer: 1e-4 for a width of 4096
-    rate = min(2e-3, max(1e-4, 0.512 / hidden_size)) if drafter else usual_rate(hidden_size)
+    rate = min(2e-3, max(1e-4, 0.512 / hidden_size)) if drafter else default_rate(hidden_size)
     return replace(
         options,
-        batch_tokens=options.batch_tokens or usual_batch(num_labels * options.epochs),
+        batch_tokens=options.batch_tokens or default_batch(num_labels * options.epochs),
         learning_rate=options.learning_rate or rate,
         warmup_steps=WARMUP_STEPS if options.warmup_steps is None else options.warmup_steps,
     )
@@ -61,7 +61,7 @@ def complete_joint(
     return replace(joint, lm_loss=lm_loss, heads_weight=peak), steps
 
 
-def usual_rate(hidden_size: int) -> float:
+def default_rate(hidden_size: int) -> float:
     """Default peak learning rate: 1e-3, and more for narrow targets, up to 5e-3.
 
     AdamW changes each weight by about the rate, hence a layer's output by about rate times width,
@@ -74,7 +74,7 @@ def usual_rate(hidden_size: int) -> float:
     return min(5e-3, max(1e-3, 5e-3 * (256 / hidden_size) ** 2))
 
 
-def usual_batch(rows: int) -> int:
+def default_batch(rows: int) -> int:
     """Default positions per step, for ``rows`` over all epochs: about 1500 steps.
 
     At least 256, at most 4096, in steps of 128.

@@ -1,4 +1,4 @@
-"""Texts as one row of tokens: pieces of it, their labels, and the pieces of each step and pass.
+"""Texts as one sequence of tokens, its pieces and their labels, and the pieces of steps and passes.
 
 The state at position t predicts token t + 1, so a generated span [s, e) has the rows t = s - 1 ...
 e - 2. The label of head h at t is token t + h + 2 of the same span. Prompts need not be read::

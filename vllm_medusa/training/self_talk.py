@@ -1,4 +1,4 @@
-"""Self-talk: the target generates both sides of a conversation (paper, section 2.3.2).
+"""Self-talk: the target generates both sides of a conversation (Medusa, section 2.3.2).
 
 The prompt's own turns (or its text, as the first user turn) come first. Then the conversation is
 rendered up to the start of the next user turn, and the target generates it up to the token
@@ -20,7 +20,7 @@ from vllm_medusa.offline.batch import Answer, Engine, Request, RequestRefused
 from vllm_medusa.offline.conversations import common_length, encode_rendered, render, turn_end
 from vllm_medusa.offline.prompts import Message, Prompt, PromptError
 
-_WORDS = "7f3c0d5e words of a user"  # marks the position of the user's text
+_PLACEHOLDER = "7f3c0d5e words of a user"  # marks the position of the user's text
 _USER_TEMPERATURE = 1.0
 _USER_TOKENS = 256  # max tokens per user turn
 
@@ -32,10 +32,10 @@ def user_turn(messages: list[Message], tokenizer: Any) -> tuple[list[int], int]:
 
     Raises PromptError: the chat template has no header for a user turn, or no token that ends one.
     """
-    text = render([*messages, {"role": "user", "content": _WORDS}], tokenizer)
-    if text.count(_WORDS) != 1:
+    text = render([*messages, {"role": "user", "content": _PLACEHOLDER}], tokenizer)
+    if text.count(_PLACEHOLDER) != 1:
         raise PromptError("the chat template drops the user's text. Use it without --self-talk.")
-    before, after = text.split(_WORDS)
+    before, after = text.split(_PLACEHOLDER)
     header = before[common_length(before, render(messages, tokenizer)) :] if messages else before
     if not header.strip():
         raise PromptError(

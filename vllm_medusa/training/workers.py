@@ -8,9 +8,9 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
-# Other processes wait while one merges, measures or builds the last shard; NCCL would give up after
-# 10 minutes. If a process dies, the launcher ends the others.
-PATIENCE = timedelta(days=2)
+# Other processes wait while one merges, measures or builds the last shard; NCCL's default is 10
+# minutes. If a process dies, the launcher ends the others.
+_TIMEOUT = timedelta(days=2)
 
 
 def usable(device: str) -> torch.device:
@@ -47,7 +47,7 @@ class Workers:
         """
         from accelerate import PartialState
 
-        self._state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
+        self._state = PartialState(cpu=device == "cpu", timeout=_TIMEOUT)
         self.rank, self.world = self._state.process_index, self._state.num_processes
         chosen = self._state.device if device == "auto" or self.world > 1 else usable(device)
         found = torch.device(chosen)  # accelerate's "cpu:0" can't hold saved states
@@ -71,7 +71,7 @@ class Workers:
         return reduce(tensor.to(self.device), "sum")
 
     def share_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum gradients over the processes; one without work in this step adds nothing."""
+        """Sum gradients over the processes; a process without work in this step adds zeros."""
         for parameter in parameters if self.world > 1 else ():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = self.add_up(grad)

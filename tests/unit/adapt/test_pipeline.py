@@ -203,7 +203,7 @@ def test_a_degraded_target_fails_the_stage_with_its_figures(tmp_path, monkeypatc
     monkeypatch.setattr("vllm_medusa.training.train.train", lambda *_: trained)
     files = TextFiles(data=tmp_path, output=tmp_path / "heads")
     with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is in .*-degraded"):
-        pipeline.train_unharmed(Run(tmp_path).plan().options.train_options(files))
+        pipeline.train_checked(Run(tmp_path).plan().options.train_options(files))
 
 
 def test_the_output_contains_heads_and_their_figures(adapt):
@@ -225,7 +225,7 @@ def test_the_output_contains_heads_and_their_figures(adapt):
         "Expected tau from calibration: 1.30 with 1, 1.60 with 3 draft nodes.",
         f"vllm-medusa serve target --speculative-model {output}",
         "seed 3, float32",
-        "Share of 90 generated tokens",
+        "Fraction of 90 generated tokens",
         "Command: `vllm-medusa adapt`",
     ):
         assert words in page, words

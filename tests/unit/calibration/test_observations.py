@@ -75,7 +75,7 @@ def make(token_map=None):
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("elements", [1 << 24, 200], ids=["at once", "in chunks"])
 def test_ranks_are_positions_in_the_proposers_order(monkeypatch, mapped, elements):
-    monkeypatch.setitem(module._ELEMENTS, "cpu", elements)
+    monkeypatch.setattr(module, "_CPU_ELEMENTS", elements)
     token_map = torch.randperm(VOCAB)[:15] if mapped else None
     heads, scorer, states, labels = make(token_map)
     closely = torch.arange(COUNT) % 3 == 1

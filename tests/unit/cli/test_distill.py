@@ -117,7 +117,7 @@ def test_self_talk_is_checked_before_an_engine_starts(
 def test_self_talk_reports_conversations_that_ended_early(
     prompts, tmp_path, monkeypatch, engine, capfd
 ):
-    monkeypatch.setattr(distill, "_talker", lambda model: chat.tokenizer(chat.CHATML))
+    monkeypatch.setattr(distill, "_self_talk_tokenizer", lambda model: chat.tokenizer(chat.CHATML))
     engine.ends_by = "length"
     assert run("-i", prompts, "-o", tmp_path / "r.jsonl", "--self-talk", "--turns", 2) == 0
     text = said(capfd)

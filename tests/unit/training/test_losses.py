@@ -63,7 +63,8 @@ def naive(
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
 @pytest.mark.parametrize("kind", ["shared", "own", "single", "shared+map", "own+map"])
 @pytest.mark.parametrize("chunk", [1, 7, 256])
-def test_losses_and_gradients_equal_plain_torch(kind, soft, chunk):
+def test_losses_and_gradients_equal_plain_torch(kind, soft, chunk, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK", chunk)
     heads, length = make_heads(kind), 23
     matrix, bias = torch.randn(V, H), torch.randn(V)
     ids = tuple(torch.randint(V, (length,)).tolist())
@@ -85,8 +86,8 @@ def test_losses_and_gradients_equal_plain_torch(kind, soft, chunk):
         hidden.requires_grad_()
         if ours:
             teacher = Teacher(hidden, whole, sampled_at, heads.token_map) if soft else None
-            options = {"teacher": teacher, "chunk": chunk}
-            loss, sums = head_losses(heads, heads(hidden), tokens, weights, drafted, **options)
+            states = heads(hidden)
+            loss, sums = head_losses(heads, states, tokens, weights, drafted, teacher=teacher)
         else:
             loss, sums = naive(heads, hidden, tokens, weights, whole, sampled_at)
         (2.5 * loss).backward()
@@ -98,7 +99,8 @@ def test_losses_and_gradients_equal_plain_torch(kind, soft, chunk):
 
 
 @pytest.mark.parametrize("generated", [None, 40], ids=["all rows", "one row"])
-def test_logits_are_computed_in_chunks_and_not_for_prompts(generated):
+def test_logits_are_computed_in_chunks_and_not_for_prompts(generated, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK", 16)
     seen = []
 
     def lm_head(x):
@@ -109,7 +111,7 @@ def test_logits_are_computed_in_chunks_and_not_for_prompts(generated):
     if generated is not None:
         labels.fill_(IGNORED)[generated, 0] = 3
     states, heads = torch.randn(200, H), make_heads("shared")
-    head_losses(heads, heads(states), labels, torch.ones(K), lm_head, chunk=16)
+    head_losses(heads, heads(states), labels, torch.ones(K), lm_head)
     assert max(seen) == 16 and sum(seen) == (200 if generated is None else 16) * K
 
 

@@ -30,13 +30,14 @@ def lm_head() -> torch.nn.Linear:
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
-def test_equals_the_definition_position_by_position(chunk):
+def test_equals_the_definition_position_by_position(chunk, monkeypatch):
+    monkeypatch.setattr("vllm_medusa.training.quality.CHUNK", chunk)
     head = lm_head()
     meter = QualityMeter(head)
     old_nats = new_nats = kl = reverse = 0.0
     count = 0
     for following, before, after in texts():
-        meter.add(following, before, after, chunk=chunk)
+        meter.add(following, before, after)
         for t, label in enumerate(following.tolist()):
             if label == IGNORED:
                 continue

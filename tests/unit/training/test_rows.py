@@ -13,8 +13,8 @@ from vllm_medusa.training.draft_vocab import (
     SMALLEST,
     count_tokens,
     coverage,
+    default_size,
     frequent_tokens,
-    usual_size,
 )
 from vllm_medusa.training.rows import IGNORED, Texts, deal, plan_steps, split_passes
 
@@ -135,11 +135,11 @@ def test_the_most_frequent_generated_tokens_are_kept():
 )
 def test_the_default_size_covers_generated_texts(used, vocab, size):
     written = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:used].tolist()
-    assert usual_size(texts(written, written), vocab) == size
+    assert default_size(texts(written, written), vocab) == size
 
 
 def test_coverage_is_low_for_different_texts():
     apart = [range(20_000 + 30 * n, 20_030 + 30 * n) for n in range(8)]
-    assert usual_size(texts(*apart), 50_000) == LARGEST  # though 240 tokens cover all of these
-    assert usual_size(texts(apart[0]), 50_000) == LARGEST
-    assert usual_size(texts(*apart[:1] * 8), 50_000) == SMALLEST
+    assert default_size(texts(*apart), 50_000) == LARGEST  # though 240 tokens cover all of these
+    assert default_size(texts(apart[0]), 50_000) == LARGEST
+    assert default_size(texts(*apart[:1] * 8), 50_000) == SMALLEST

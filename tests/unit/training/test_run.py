@@ -131,10 +131,10 @@ def test_lambda_0_follows_a_sine_to_its_peak():
 
 
 def test_defaults_follow_from_width_and_rows():
-    rates = [recipe.usual_rate(width) for width in (64, 256, 512, 4096)]
+    rates = [recipe.default_rate(width) for width in (64, 256, 512, 4096)]
     assert rates == [5e-3, 5e-3, 1.25e-3, 1e-3]
     rows = (10, 600_000, 3_000_000, 60_000_000)
-    assert [recipe.usual_batch(count) for count in rows] == [256, 384, 1920, 4096]
+    assert [recipe.default_batch(count) for count in rows] == [256, 384, 1920, 4096]
 
 
 def test_given_values_are_kept_and_others_have_defaults():

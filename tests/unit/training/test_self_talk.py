@@ -78,7 +78,7 @@ class Talker:
 def talk(script: list[tuple[str, str]], prompt: Prompt, turns: int) -> tuple[Talker, Any]:
     tokenizer = chat.tokenizer(chat.CHATML)
     engine = Talker(tokenizer, script)
-    plan = Plan(turns=turns, temperatures=(0.9,), talker=tokenizer)
+    plan = Plan(turns=turns, temperatures=(0.9,), tokenizer=tokenizer)
     (result,) = run_batch([prompt], engine, concurrency=1, session=plan.session)
     (line,) = plan.records(result)
     spans = [tokenizer.decode(line["token_ids"][s:e]) for s, e in line.get("generated", [])]
