@@ -23,14 +23,14 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_medusa.kernels import cpu_library
-from vllm_medusa.kv.cpu import PackedCaches, TokenLayout
+from vllm_medusa.kv import accepted_moves, copy_slots
+from vllm_medusa.kv.cpu import PackedCaches
 from vllm_medusa.scorer.cpu import (
     AttentionPlan,
     plan_branches,
     plan_trees,
     tree_attention,
 )
-from vllm_medusa.scorer.latent import LatentLayout
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.scorer.step import TreeStep
 
@@ -277,14 +277,16 @@ def compact_group(
 ) -> None:
     """Move the accepted paths to contiguous slots in every layer of a KV cache group."""
     first = layers[layer_names[0]]
+    if first.kv_cache.dim() == 3:  # of MLA: [num_blocks, block_size, width]
+        moves = accepted_moves(slots, path_nodes, num_accepted)
+        for name in layer_names:
+            copy_slots(layers[name].kv_cache, *moves, (0, 1))
+        return
     known: tuple[Tensor, int, PackedCaches] | None = first.impl.group_caches
     if known is None or known[0] is not first.kv_cache or known[1] != len(layer_names):
         group = [layers[name] for name in layer_names]
-        caches = PackedCaches((layer.kv_cache, _layout(layer)) for layer in group)
-        known = first.impl.group_caches = (first.kv_cache, len(group), caches)
+        packed = PackedCaches(
+            (layer.kv_cache, CacheLayout.of(layer.kv_cache, layer.isa)) for layer in group
+        )
+        known = first.impl.group_caches = (first.kv_cache, len(group), packed)
     known[2].compact(slots, path_nodes, num_accepted)
-
-
-def _layout(layer: Any) -> TokenLayout:
-    cache = layer.kv_cache
-    return LatentLayout.of(cache) if cache.dim() == 3 else CacheLayout.of(cache, layer.isa)

@@ -135,8 +135,6 @@ class TreeMLABuilder(MLACommonMetadataBuilder):
 class _TreeImpl(MLACommonImpl):
     """Mixin for an attention layer's implementation."""
 
-    group_caches: Any = None  # of `compact_group`, stored in a group's first layer
-
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: MLACommonMetadata, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
