@@ -1,7 +1,4 @@
-"""vLLM's CPU attention backend with trees: our kernel for branching trees, vLLM's for the rest.
-
-Chains use vLLM's kernel.
-"""
+"""vLLM's CPU attention backend with trees: our kernel for branching trees, vLLM's for the rest."""
 
 from __future__ import annotations
 
@@ -90,9 +87,9 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         """Build vLLM's metadata; if `step` has branching trees, only for its other requests."""
         step, common = self.step, common_attn_metadata
         if step is None or not step.branches.any():
-            self._expect(with_trees=False)
+            self._set_forward(with_trees=False)
             return super().build(common_prefix_len, common, fast_build)
-        self._expect(with_trees=True)
+        self._set_forward(with_trees=True)
         is_tree = step.branches
         starts = common.query_start_loc_cpu.numpy()
         plain, rows = None, None
@@ -121,7 +118,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
 
         ``mask`` bool [B, queries, S], ``base`` int64 [B], ``depths`` int64 [S].
         """
-        self._expect(with_trees=True)
+        self._set_forward(with_trees=True)
 
         @functools.cache
         def plan(layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
@@ -135,8 +132,8 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         layers = self.vllm_config.compilation_config.static_forward_context
         return [layers[name].impl for name in self.layer_names]
 
-    def _expect(self, *, with_trees: bool) -> None:
-        """Set the layers' `forward`: `attend` for trees, else vLLM's own method, not wrapped."""
+    def _set_forward(self, *, with_trees: bool) -> None:
+        """Set the layers' `forward`: `attend` for trees, else vLLM's own method, unwrapped."""
         for impl in self._impls:
             if with_trees:
                 impl.forward = impl.attend
