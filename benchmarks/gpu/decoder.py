@@ -110,7 +110,7 @@ class Decoder:
         ids = torch.randperm(count * width, generator=torch.Generator().manual_seed(0))
         self.table = ids.view(count, width).to(device)  # int64 [B, blocks]
         self.caches = target.new_caches(count * width, BLOCK_SIZE)
-        self.layers = LayerCaches.of(self.caches, (0, 2))
+        self.layers = LayerCaches.of(self.caches)
         self.batch = self._batch(capacity)
         if self.is_tree:
             from vllm_medusa.sampler.launch import empty_verdict

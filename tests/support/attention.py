@@ -47,7 +47,7 @@ def gather_tokens(kv_cache: Tensor, isa: str, slots: Tensor) -> tuple[Tensor, Te
 
 def flat(layout: CacheLayout, kv_cache: Tensor) -> Tensor:
     """View all elements of the cache as one row."""
-    span = (kv_cache.shape[0] - 1) * layout.block_stride + 2 * layout.num_kv_heads * layout.half
+    span = (kv_cache.shape[0] - 1) * layout.block_stride + kv_cache[0].numel()
     return kv_cache.as_strided((span,), (1,))
 
 

@@ -116,7 +116,7 @@ def compact_layers_torch(
     """`kv.kernel.compact_layers`."""
     src, dst = accepted_moves(slots, path_nodes, num_accepted)
     for cache in layers.caches:
-        copy_slots(cache, src, dst, layers.slot_dims)
+        copy_slots(cache, src, dst, (0, 2))
 
 
 def typical_path_torch(

@@ -140,9 +140,7 @@ class RequestTrees:
         if self._on_host and positions.dtype == torch.int64:
             write_positions(positions, base, step.tree, step.root_rows)
             return
-        write_node_positions(
-            positions, base, step.tree.depths, step.cu_nodes, len(step.rows), step.root_rows
-        )
+        write_node_positions(positions, base, step)
 
     def keep(self, slots: Tensor, parents: Tensor) -> None:
         """Store the topologies, int64 [B, N], of the drafts for the requests in ``slots``."""

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_medusa.kernels import CPU_DTYPES, cpu_function
-
-
-class TokenLayout(Protocol):
-    """Token layout of a cache; equal layouts are moved together."""
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Block size, elements from one block to the next, KV heads, head size."""
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def token_offsets(self) -> Tensor:
-        """int64 [2, block_size]: the token's share of an element's offset; keys, then values."""
-
-    @property
-    def channel_offsets(self) -> Tensor:
-        """int64 [num_kv_heads, 2, head_size]: the share of head, half and channel."""
 
 
 class _Caches(Structure):
@@ -49,10 +31,13 @@ _compact_packed = cpu_function("compact_packed", POINTER(_Caches), POINTER(_Move
 
 
 class PackedCaches:
-    """The caches of a KV group's layers; a cache shared by several layers is compacted once."""
+    """The caches of a KV group's layers; a cache shared by several layers is compacted once.
 
-    def __init__(self, caches: Iterable[tuple[Tensor, TokenLayout]]) -> None:
-        groups: dict[tuple[TokenLayout, int], dict[int, Tensor]] = {}
+    Each comes with its `scorer.layout.CacheLayout`; caches of equal layouts are moved together.
+    """
+
+    def __init__(self, caches: Iterable[tuple[Tensor, Any]]) -> None:
+        groups: dict[tuple[Any, int], dict[int, Tensor]] = {}
         for cache, layout in caches:
             assert cache.dtype in CPU_DTYPES, cache.dtype
             groups.setdefault((layout, cache.element_size()), {})[cache.data_ptr()] = cache
@@ -65,7 +50,7 @@ class PackedCaches:
             self._groups.append(
                 _Caches(
                     pointers.data_ptr(), tokens.data_ptr(), channels.data_ptr(), len(own), size,
-                    *layout.shape,
+                    layout.block_size, layout.block_stride, layout.num_kv_heads, layout.head_size,
                 )
             )  # fmt: skip
 

@@ -10,15 +10,7 @@ matters; a barrier makes its threads follow it. (`copy_slots` reads everything f
 no order.)
 
 Caches are addressed through pointers, because a launch takes no list of tensors, and copied as
-integers, so that fp8, bf16 and fp32 are copied bit by bit. A cache has one or two dimensions
-(block, offset) that count slots; the others, in any layout, reduce to runs of contiguous bytes at
-two strides:
-
-    cache                                          a slot is
-    [blocks, block_size, heads, head_size]         1 run of heads * head_size
-    [2, blocks, block_size, heads, head_size]      2 runs, for keys and values
-    [2, blocks, heads, block_size, head_size]      2 * heads runs of head_size
-    [blocks, heads, head_size, block_size]         heads * head_size runs of one element
+integers, so that fp8, bf16 and fp32 are copied bit by bit.
 """
 
 from __future__ import annotations
@@ -40,60 +32,37 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes
 class LayerCaches:
     """Caches of one shape, strides, dtype and device; built once, when the caches are created.
 
-    Lengths and strides are in words: the widest integers that a slot's bytes divide into in every
-    cache, so that any dtype is copied unchanged.
+    A slot is one run of contiguous bytes per head. Lengths and strides are in words: the widest
+    integers that these bytes divide into in every cache, so that any dtype is copied unchanged.
     """
 
     caches: tuple[Tensor, ...]  # kept, so that the addresses stay valid
-    slot_dims: int | tuple[int, int]
     addresses: Tensor  # int64 [L], on the caches' device
     word: int  # bytes
-    block_size: int  # 1 if one dimension counts slots
-    block_stride: int
-    offset_stride: int
-    outer: tuple[tuple[int, int], tuple[int, int]]  # (length, stride), (length, stride)
-    run: int  # contiguous words
+    heads: int
+    block_size: int
+    strides: tuple[int, int, int]  # of blocks, heads and slots of a block
+    run: int  # words
 
     @classmethod
-    def of(cls, caches: Sequence[Tensor], slot_dims: int | tuple[int, int] = 0) -> LayerCaches:
-        """Describe ``caches`` of the same shape; ``slot_dims`` is as in `copy_slots`.
-
-        Raises:
-            ValueError: A slot is scattered at more than two strides.
-
-        """
+    def of(cls, caches: Sequence[Tensor]) -> LayerCaches:
+        """Describe ``caches`` [num_blocks, heads, block_size, channels]; channels contiguous."""
         first = caches[0]
-        dims = (slot_dims,) if isinstance(slot_dims, int) else slot_dims
-        counted = [dim % first.ndim for dim in dims]
-        block, *offset = ((first.shape[dim], first.stride(dim)) for dim in counted)
-        rest = [
-            (first.shape[dim], first.stride(dim)) for dim in range(first.ndim) if dim not in counted
-        ]
-        run, outer = _runs(rest)
-        if len(outer) > 2:
-            raise ValueError(
-                f"a slot of a cache with shape {tuple(first.shape)} and strides {first.stride()} "
-                f"has {len(outer)} strides; at most 2 are supported. Use another cache layout"
-            )
-        outer = [(1, 0)] * (2 - len(outer)) + outer
-        size = first.element_size()
-        strides = [block[1], *(stride for _, stride in (*offset, *outer))]
+        _, heads, block_size, channels = first.shape
+        *strides, one = first.stride()
+        assert one == 1, first.stride()
+        sizes = [first.element_size() * length for length in (*strides, channels)]  # bytes
         addresses = [cache.data_ptr() for cache in caches]
-        width = math.gcd(8, run * size, *(stride * size for stride in strides), *addresses)
-
-        def words(elements: int) -> int:
-            return elements * size // width
-
+        word = math.gcd(8, *sizes, *addresses)
+        block, head, slot, run = (size // word for size in sizes)
         return cls(
             caches=tuple(caches),
-            slot_dims=slot_dims,
             addresses=torch.tensor(addresses, dtype=torch.int64, device=first.device),
-            word=width,
-            block_size=offset[0][0] if offset else 1,
-            block_stride=words(block[1]),
-            offset_stride=words(offset[0][1]) if offset else 0,
-            outer=((outer[0][0], words(outer[0][1])), (outer[1][0], words(outer[1][1]))),
-            run=words(run),
+            word=word,
+            heads=heads,
+            block_size=block_size,
+            strides=(block, head, slot),
+            run=run,
         )
 
 
@@ -107,8 +76,7 @@ def compact_layers(
     """
     batch, columns = path_nodes.shape
     assert slots.shape[0] == num_accepted.shape[0] == batch and num_accepted.is_contiguous()
-    (far, far_stride), (near, near_stride) = layers.outer
-    words = far * near * layers.run
+    words = layers.heads * layers.run
     chunk = min(_CHUNK, triton.next_power_of_2(words))
     grid = (batch, len(layers.caches), triton.cdiv(words, chunk))
     _compact_kernel[grid](
@@ -119,31 +87,13 @@ def compact_layers(
         *path_nodes.stride(),
         num_accepted,
         columns,
-        layers.block_stride,
-        layers.offset_stride,
-        far_stride,
-        near_stride,
+        *layers.strides,
         BLOCK_SIZE=layers.block_size,
         WORDS=words,
-        NEAR=near,
         RUN=layers.run,
         WORD=_WORDS[layers.word],
         CHUNK=chunk,
     )
-
-
-def _runs(dims: Sequence[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
-    """Merge (length, stride) dims: contiguous elements, then dims over these runs, outer first."""
-    merged: list[tuple[int, int]] = []
-    for length, stride in sorted(dims, key=lambda dim: dim[1], reverse=True):
-        if length == 1:
-            continue
-        if merged and merged[-1][1] == length * stride:
-            length *= merged.pop()[0]
-        merged.append((length, stride))
-    if merged and merged[-1][1] == 1:
-        return merged[-1][0], merged[:-1]
-    return 1, merged
 
 
 @triton.jit(
@@ -161,12 +111,10 @@ def _compact_kernel(
     num_accepted_ptr,  # int64 [B]
     columns,  # D + 1
     block_stride,  # all of the cache's strides and lengths in words
+    head_stride,
     offset_stride,
-    far_stride,
-    near_stride,
     BLOCK_SIZE: tl.constexpr,
     WORDS: tl.constexpr,  # of a slot
-    NEAR: tl.constexpr,
     RUN: tl.constexpr,
     WORD: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -174,8 +122,7 @@ def _compact_kernel(
     request = tl.program_id(0).to(tl.int64)
     cache_ptr = tl.load(addresses_ptr + tl.program_id(1)).to(tl.pointer_type(WORD))
     word = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
-    row = (word // RUN).to(tl.int64)
-    within = (row // NEAR) * far_stride + (row % NEAR) * near_stride + word % RUN  # [CHUNK]
+    within = (word // RUN).to(tl.int64) * head_stride + word % RUN  # [CHUNK]
     slots_ptr += request * slots_b
     path_ptr += request * path_b
     end = tl.minimum(tl.load(num_accepted_ptr + request).to(tl.int32) + 1, columns)

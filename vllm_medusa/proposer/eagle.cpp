@@ -112,7 +112,7 @@ void run_entries(const Eagle& eagle, const EagleCache& cache, Entries& entries) 
                   entries.first.data(), entries.count.data(), entries.own.data(),
                   entries.base.data(), cache.blocks, entries.mask.data(), entries.depths.data()};
   const Layer layer{query.data(), cache.data, mixed.data(), nullptr, Q, D, Q, D,
-                    1.0f / std::sqrt(float(D)), 0.0f, cache.dtype, paired, cache.truncate, paired};
+                    1.0f / std::sqrt(float(D)), 0.0f, cache.dtype, paired, cache.truncate};
   run<T, paired>(plan, layer);
   x.resize(n * Q);
   for (int64_t i = 0; i < n * Q; i += W) store(x.data() + i, load(mixed.data() + i));

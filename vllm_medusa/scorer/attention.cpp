@@ -26,9 +26,8 @@ struct Layer {
   int64_t query_row, query_head, out_row, out_head;  // strides in elements
   float scale, softcap;
   int32_t dtype;             // 0 fp32, 1 bf16, 2 fp16
-  int32_t paired;            // the layout for AMX tiles
+  int32_t paired;            // the layout for AMX tiles; vLLM's kernel rounds weights to bf16
   int32_t truncate;          // truncate bf16 results instead of rounding
-  int32_t round_weights;     // round exp(logit - largest) to bf16, as vLLM's AMX kernel does
 };
 }
 
@@ -77,12 +76,12 @@ template <class T, bool paired> struct Products {
     }
   }
 
-  // Of V vectors of keys: a key's channels are `block_size` apart.
+  // Logits of V vectors of keys; a key's channels are `block_size` apart.
   template <int R, int V>
   static void vector_logits(const Plan& plan, const T* from, const Scratch& at, float* to) {
     Floats logits[V][R] = {};
     for (int64_t d = 0; d < plan.dim; d++, from += plan.block_size) {
-      __builtin_prefetch(from + V * W);  // too many streams for the hardware's
+      __builtin_prefetch(from + V * W);  // too many streams for the hardware prefetcher
       for (int v = 0; v < V; v++) {
         const Floats key = load(from + v * W);
         for (int r = 0; r < R; r++) logits[v][r] += at.queries[r * plan.dim + d] * key;
@@ -96,7 +95,7 @@ template <class T, bool paired> struct Products {
   static void sums(const Plan& plan, const T* values, const int32_t* blocks, const Item& item,
                    const Scratch& at) {
     const int64_t D = plan.dim, size = plan.block_size;
-    for (int64_t t = item.lo; t < item.hi;) {  // block by block, which the first-level cache holds
+    for (int64_t t = item.lo; t < item.hi;) {  // by block, so that a block stays in the L1 cache
       const int64_t in = t % size, count = std::min(item.hi - t, size - in);
       const T* from = values + blocks[t / size] * plan.block_stride;
       const float* weights = at.weights + t - at.start;
@@ -134,7 +133,7 @@ template <class T, bool paired> struct Products {
 };
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-// With AMX tiles, for which the paired layout is made; only if `tiles_allowed`.
+// The same with AMX tiles, which the paired layout is made for; only if `tiles_allowed`.
 struct TileProducts {
   static constexpr int TILE = 16, STEP = 32;
   static constexpr bool ROUNDS_WEIGHTS = true;
@@ -272,7 +271,7 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, Aligned<floa
     }
     totals[r] = sink ? std::exp(layer.sinks[head(r)] - shift) : 0.0f;
     for (int k = 0; k < W; k++) totals[r] += total[k];
-    if (layer.round_weights && !Product::ROUNDS_WEIGHTS)
+    if (layer.paired && !Product::ROUNDS_WEIGHTS)
       for (int64_t t = item.lo; t < item.hi; t++) row[t] = rounded(row[t]);
   }
 

@@ -47,16 +47,13 @@ def first_rows(by_path: np.ndarray, num_nodes: np.ndarray, height: int) -> np.nd
     return np.concatenate(([0], sizes.cumsum()))
 
 
-def lay_out(tree: TreeBatch, by_path: Tensor, first: Tensor, num_rows: int) -> RowLayout:
-    """Lay out a step's rows. No host sync.
-
-    Args:
-        tree: Of B requests; the logits rows are all nodes, request by request.
-        by_path: bool [B], as in `first_rows`.
-        first: int64 [B + 1], the output of `first_rows`, on the device.
-        num_rows: R, its last entry.
-
-    """
+def lay_out(
+    tree: TreeBatch,  # of B requests; the logits rows are all nodes, request by request
+    by_path: Tensor,  # bool [B], as in `first_rows`
+    first: Tensor,  # int64 [B + 1], the output of `first_rows`, on the device
+    num_rows: int,  # R, its last entry
+) -> RowLayout:
+    """Lay out a step's rows. No host sync."""
     levels, nodes = height(tree), torch.arange(tree.max_nodes, device=first.device)
     # The ancestor of each node at each level; non-ancestors go to an extra column, removed below.
     level = torch.where(tree.ancestors, tree.depths.unsqueeze(1), levels).clamp_max(levels)

@@ -31,7 +31,7 @@ class _Layer(Structure):
         *((name, c_void_p) for name in ("query", "cache", "out", "sinks")),
         *((name, c_int64) for name in ("query_row", "query_head", "out_row", "out_head")),
         *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("dtype", "paired", "truncate", "round_weights")),
+        *((name, c_int32) for name in ("dtype", "paired", "truncate")),
     ]
 
 
@@ -113,34 +113,20 @@ def _inner(tensor: Tensor) -> Tensor:
 
 
 def tree_attention(
-    query: Tensor,  # [rows, num_heads, head_size]
-    kv_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, 2 * head_size]
+    query: Tensor,  # fp32, bf16 or fp16 [rows, num_heads, head_size]; rows may be strided
+    kv_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, 2 * head_size], of the plan's layout
     plan: AttentionPlan,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
+    scale: float,  # factor on the logits
+    softcap: float = 0.0,  # logits become softcap * tanh(logits / softcap); 0: no cap
+    sinks: Tensor | None = None,  # [num_heads], an additional logit per head, without a value
+    out: Tensor | None = None,  # like ``query``; None: allocate it
     *,
-    truncate: bool = False,
+    truncate: bool = False,  # bf16 results, not round them, as vLLM does without AVX-512
 ) -> Tensor:
     """Attend every node to its context and its ancestors; keys and values are in the cache.
 
-    Args:
-        query: fp32, bf16 or fp16; rows may be strided. Only rows of the plan are read.
-        kv_cache: the layer's cache, of the same dtype and of the plan's layout.
-        plan: from `plan_trees` or `plan_branches`; shared by layers of the same layout and window.
-        scale: factor on the logits.
-        softcap: logits become softcap * tanh(logits / softcap); 0 for none.
-        sinks: an additional logit per head, [num_heads], without a value.
-        out: like ``query``; allocated when None. Only rows of the plan are written.
-        truncate: truncate results to bf16 instead of rounding them, as vLLM's kernel does on CPUs
-            without AVX-512.
-
-    Returns:
-        ``out``.
-
-    ALiBi and quantized caches are not supported; the layer refuses them.
-
+    Only rows of the plan are read and written. Returns ``out``. ALiBi is not supported; the layer
+    refuses it.
     """
     if kv_cache.dtype != query.dtype:
         raise TypeError(
@@ -158,7 +144,6 @@ def tree_attention(
         query.data_ptr(), kv_cache.data_ptr(), out.data_ptr(),
         None if sinks is None else sinks.data_ptr(), query.stride(0), query.stride(1),
         out.stride(0), out.stride(1), scale, softcap, CPU_DTYPES[query.dtype], paired, truncate,
-        paired,
     )  # fmt: skip
     _tree_attention(byref(plan), byref(layer))
     return out

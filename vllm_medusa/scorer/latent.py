@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,28 +70,3 @@ def latent_attention(
             weights = weights.bfloat16().float()
         result = weights @ keys[:, :rank] / total
         out[rows] = result.unflatten(0, queries.shape[:2]).to(out.dtype)
-
-
-@dataclass(frozen=True)
-class LatentLayout:
-    """A `kv.cpu.TokenLayout` of the latent cache; its two halves are those of a token's vector."""
-
-    shape: tuple[int, int, int, int]
-
-    @classmethod
-    def of(cls, kv_cache: Tensor) -> LatentLayout:
-        """Read the layout of ``kv_cache`` [num_blocks, block_size, width], of even width."""
-        _, block_size, width = kv_cache.shape
-        assert kv_cache.stride()[1:] == (width, 1) and width % 2 == 0, kv_cache.stride()
-        return cls((block_size, kv_cache.stride(0), 1, width // 2))
-
-    @cached_property
-    def token_offsets(self) -> Tensor:
-        """int64 [2, block_size]."""
-        block_size, _, _, half = self.shape
-        return (2 * half * torch.arange(block_size)).expand(2, -1)
-
-    @cached_property
-    def channel_offsets(self) -> Tensor:
-        """int64 [1, 2, width / 2]."""
-        return torch.arange(2 * self.shape[3]).view(1, 2, -1)

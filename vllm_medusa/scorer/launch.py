@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_medusa import kernels
 from vllm_medusa.scorer.kernel import attend, merge
-from vllm_medusa.scorer.paged import PagedBatch, check_arguments
+from vllm_medusa.scorer.paged import FP8_DTYPES, MAX_HEAD_SIZE, QUERY_DTYPES, PagedBatch
 from vllm_medusa.scorer.tiles import (
     FEWEST_SPLITS,
     DeviceLimits,
@@ -49,45 +49,35 @@ def choose_splits(
 
 
 def paged_tree_attention(
-    query: Tensor,  # [T, Hq, D]
-    key_cache: Tensor,  # [num_blocks, block_size, Hkv, D]
-    value_cache: Tensor,  # [num_blocks, block_size, Hkv, D]
+    query: Tensor,  # fp16, bf16 or fp32 [T, Hq, D]; channels must be contiguous
+    key_cache: Tensor,  # [num_blocks, block_size, Hkv, D], any strides; dtype of the queries or fp8
+    value_cache: Tensor,  # like ``key_cache``
     batch: PagedBatch,
-    scale: float,
+    scale: float,  # factor on the logits
     *,
-    out: Tensor,  # [T, Hq, D]
-    softcap: float = 0.0,
-    window: int | None = None,
-    sinks: Tensor | None = None,  # [Hq]
-    k_scale: Tensor | None = None,  # fp32, one element
-    v_scale: Tensor | None = None,  # fp32, one element
+    out: Tensor,  # like ``query``; rows outside all requests are unchanged
+    softcap: float = 0.0,  # logits become softcap * tanh(logits / softcap); 0: no cap
+    window: int | None = None,  # position p attends to positions > p - window; None: all
+    sinks: Tensor | None = None,  # [Hq], an additional logit per head, without a value
+    k_scale: Tensor | None = None,  # fp32, one element: dequantizes fp8 keys; None: 1
+    v_scale: Tensor | None = None,  # the same for values
 ) -> Tensor:
-    """Attend every row to its visible keys; keys and values are in the cache.
+    """Attend every row to its visible keys; keys and values are in the cache. Returns ``out``.
 
-    Allocates nothing and never waits for the device.
-
-    Args:
-        query: fp16, bf16 or fp32, rows and heads may be strided, channels must be contiguous.
-        key_cache: Any strides, the dtype of the queries or fp8; vLLM's uint8 caches must be
-            viewed as their fp8 dtype. e4m3 needs a GPU of capability 8.9.
-        value_cache: Like ``key_cache``.
-        batch: The requests.
-        scale: Factor on the logits.
-        out: Like ``query``. Rows outside all requests are unchanged.
-        softcap: Logits become softcap * tanh(logits / softcap); 0 for none.
-        window: Position p attends to positions > p - window; None for all.
-        sinks: An additional logit per head, without a value.
-        k_scale: Factor that dequantizes fp8 keys; None for 1.
-        v_scale: Factor that dequantizes fp8 values; None for 1.
-
-    Returns:
-        ``out``.
-
+    Allocates nothing and never waits for the device. vLLM's uint8 caches must be viewed as their
+    fp8 dtype; e4m3 needs a GPU of capability 8.9.
     """
-    check_arguments(query, key_cache, value_cache, batch, out, window, sinks)
     num_rows, num_heads, head_size = query.shape
     kv_heads, block_size = key_cache.shape[2], key_cache.shape[1]
     batch_size, num_nodes = batch.depths.shape
+    kinds = query.dtype, *FP8_DTYPES
+    assert query.dtype in QUERY_DTYPES and out.dtype == query.dtype, (query.dtype, out.dtype)
+    assert key_cache.dtype == value_cache.dtype in kinds, (key_cache.dtype, value_cache.dtype)
+    assert key_cache.shape == value_cache.shape and key_cache.shape[3] == head_size <= MAX_HEAD_SIZE
+    assert num_heads % kv_heads == 0, (num_heads, kv_heads)
+    assert out.shape == query.shape and query.stride(2) == out.stride(2) == 1
+    assert window is None or window >= 1, window
+    assert sinks is None or sinks.shape == (num_heads,), sinks
     if num_rows == 0 or batch_size == 0:
         return out
     group = num_heads // kv_heads
@@ -107,6 +97,7 @@ def paged_tree_attention(
         grid, tiles_per_request = ragged, 0
     splits = batch.num_splits
     parts = batch.workspace if splits > 1 else None
+    assert parts is None or splits <= parts.max_splits(num_rows, num_heads, head_size), splits
     attend[(grid, kv_heads, splits)](
         query,
         key_cache,

@@ -70,16 +70,6 @@ class CacheLayout:
             )
         return cls(isa, heads, block_size, width // 2, stride)
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """See `kv.cpu.TokenLayout`."""
-        return self.block_size, self.block_stride, self.num_kv_heads, self.head_size
-
-    @property
-    def half(self) -> int:
-        """Elements of the keys, or of the values, of one head in one block."""
-        return self.block_size * self.head_size
-
     @cached_property
     def token_offsets(self) -> Tensor:
         """int64 [2, block_size]: the token's part of an element's offset; keys, then values."""
@@ -96,5 +86,5 @@ class CacheLayout:
             inner = (d // 2 * 32 + d % 2, d // 16 * 16 * self.block_size + d % 16 * 2)
         else:
             inner = (d * self.block_size, d)
-        halves = torch.arange(2 * self.num_kv_heads).view(-1, 2, 1) * self.half
-        return halves + torch.stack(inner)
+        halves = torch.arange(2 * self.num_kv_heads).view(-1, 2, 1)
+        return halves * self.block_size * self.head_size + torch.stack(inner)

@@ -133,46 +133,17 @@ class TreeBuffers:
             rows_before=rows_before,
         )
 
-    def level(
+    def write_level(
         self,
         mask: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query attends to
         depths: Tensor,  # int64 [S] or [B, S], of the scratch nodes
-        cu_query_lens: Tensor,
-        seq_lens: Tensor,
-        block_table: Tensor,
-        max_query_len: int,
-        num_splits: int = 1,
-        workspace: SplitWorkspace | None = None,
-    ) -> PagedBatch:
-        """One level of a drafter's trees; the rest as for `batch`. No host sync.
+    ) -> int:
+        """Write one level of a drafter's trees; returns its `rows_before`. No host sync.
 
-        The nodes are their requests' own rows; the levels above the newest one are `rows_before`.
+        The scratch nodes are their requests' own rows; only those of the newest level have queries.
         """
         (count, queries, size), bits = mask.shape, pack_ancestors(mask)
-        self.ancestor_bits[:count, size - queries : size, : bits.shape[2]] = bits
+        before = size - queries
+        self.ancestor_bits[:count, before:size, : bits.shape[2]] = bits
         self.depths[:count, :size] = depths
-        where, before = (cu_query_lens, seq_lens, block_table), size - queries
-        return self.batch(*where, max_query_len, num_splits, workspace, before)
-
-
-def check_arguments(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PagedBatch,
-    out: Tensor,
-    window: int | None,
-    sinks: Tensor | None,
-) -> None:
-    """Validate arguments of `launch.paged_tree_attention`; reads shapes and strides only."""
-    rows, heads, dim = query.shape
-    kinds = query.dtype, *FP8_DTYPES
-    assert query.dtype in QUERY_DTYPES and out.dtype == query.dtype, (query.dtype, out.dtype)
-    assert key_cache.dtype == value_cache.dtype in kinds, (key_cache.dtype, value_cache.dtype)
-    assert key_cache.shape == value_cache.shape and key_cache.shape[3] == dim <= MAX_HEAD_SIZE
-    assert heads % key_cache.shape[2] == 0, (heads, key_cache.shape)
-    assert out.shape == query.shape and query.stride(2) == out.stride(2) == 1
-    assert window is None or window >= 1, window
-    assert sinks is None or sinks.shape == (heads,), sinks
-    if batch.workspace is not None:
-        assert batch.num_splits <= batch.workspace.max_splits(rows, heads, dim), batch.num_splits
+        return before

@@ -105,16 +105,12 @@ def ragged_rows(
 def write_node_positions(
     positions: Tensor,  # integer [>= T], written in place
     base: Tensor,  # integer [B]
-    depths: Tensor,  # integer [B, N]
-    cu_num_nodes: Tensor,  # integer [B + 1], from 0
-    num_rows: int,  # T = cu_num_nodes[-1]
-    row_starts: Tensor,  # integer [B], row of each root; other rows may be between the trees
+    step: TreeStep,
 ) -> None:
     """Write each node's RoPE position: context length plus depth, never plus index. No host sync.
 
-    Node i of request b is in row ``row_starts[b] + i``; other rows keep their values.
+    Other rows keep their values.
     """
-    request, node = ragged_rows(cu_num_nodes, num_rows)
-    values = base[request] + depths[request, node].to(base.dtype)
-    rows = row_starts.to(torch.int64)[request] + node
-    positions.index_copy_(0, rows, values.to(positions.dtype))
+    request, node = ragged_rows(step.cu_nodes, len(step.rows))
+    values = base[request] + step.tree.depths[request, node]
+    positions.index_copy_(0, step.rows, values.to(positions.dtype))

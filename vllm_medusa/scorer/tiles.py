@@ -44,7 +44,11 @@ def padded_head(head_size: int) -> int:
 
 
 def tile_sizes(
-    head_size: int, rows: int, query_bytes: int, key_bytes: int, device: DeviceLimits
+    head_size: int,  # channels of one head, up to 256
+    rows: int,  # upper bound of query rows x query heads of one key head in one request
+    query_bytes: int,  # of one element
+    key_bytes: int,  # of one element of the cache
+    device: DeviceLimits,
 ) -> Tiles:
     """Choose the tiles of one launch.
 
@@ -53,14 +57,6 @@ def tile_sizes(
     hundreds of bytes per thread. A thread has up to 255 registers, so two programs of
     four warps fit on a multiprocessor. This has priority, then prefetching further ahead:
     `shared_bytes`.
-
-    Args:
-        head_size: Channels of one head, up to 256.
-        rows: Upper bound of query rows x query heads of one key head in one request.
-        query_bytes: Bytes of one query element.
-        key_bytes: Bytes of one element of the cache.
-        device: The device's limits.
-
     """
     dim = padded_head(head_size)
     exact = query_bytes == 4
@@ -113,22 +109,19 @@ def shared_bytes(
     return used + 2560 * max(1, ahead)  # blocks, slots, depths and mask words
 
 
-def num_splits(programs: int, max_seq_len: int, num_sms: int, tiles: Tiles, key_bytes: int) -> int:
+def num_splits(
+    programs: int,  # requests (with padding) x key heads of this device x tiles of query rows
+    max_seq_len: int,  # tokens of the longest request
+    num_sms: int,  # multiprocessors of the device
+    tiles: Tiles,
+    key_bytes: int,  # of one element of the cache
+) -> int:
     """Number of parts to split the keys into, so that a small batch still fills the GPU.
 
     The smallest number of parts within 5 % of the lowest cost, if every multiprocessor
     runs ``tiles.per_sm`` programs at a time and a program costs its key tiles plus a start. A part
     is written and read again, in fp32. All arguments are upper bounds; a request shorter than
     ``max_seq_len`` leaves its last parts empty.
-
-    Args:
-        programs: Requests (padding included) x key heads of this device x tiles for the query rows
-            of one request and key head.
-        max_seq_len: Tokens of the longest request.
-        num_sms: Multiprocessors of the device.
-        tiles: Tiles of the launch.
-        key_bytes: Bytes of one element of the cache.
-
     """
     programs = max(1, programs)
     key_tiles = max(1, -(-max_seq_len // tiles.block_n))

@@ -174,7 +174,7 @@ def test_acceptance(dtype, vocab, dynamic):
 
 def test_compaction():
     """One kernel per cache, which vLLM's own warm-up has already compiled."""
-    caches = LayerCaches.of([torch.zeros(4, 2, BLOCK, 8)], (0, 2))
+    caches = LayerCaches.of([torch.zeros(4, 2, BLOCK, 8)])
 
     def step(batch, width):
         slots = torch.zeros(batch, width, dtype=torch.int64)

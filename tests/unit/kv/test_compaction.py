@@ -8,7 +8,6 @@ from support.attention import gather_tokens
 
 from vllm_medusa.kv import accepted_moves, copy_slots
 from vllm_medusa.kv.cpu import PackedCaches
-from vllm_medusa.kv.kernel import LayerCaches
 from vllm_medusa.sampler import path_to_node
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.tree import TokenTree
@@ -53,12 +52,6 @@ def test_paths_become_contiguous_and_nothing_else_changes(seed, last, layout):
         for depth in range(int(path.num_accepted[b]) + 1):
             expected[slots[b, depth]] = before[slots[b, path.nodes[b, depth]]]
     assert torch.equal(after, expected)
-
-
-def test_refused():
-    scattered = torch.zeros(2, 9, 3, 9, 5, 4, 7).permute(1, 5, 0, 2, 4, 3, 6)[:, :, :, :, :, 0]
-    with pytest.raises(ValueError, match="3 strides; at most 2"):
-        LayerCaches.of([scattered], (0, 1))
 
 
 SLOTS = torch.tensor([[20, 21, 22, 23, 24, 25], [99, 98, 97, 96, 0, 0], [50, 51, 52, 53, 54, 55]])

@@ -50,8 +50,9 @@ def test_levels_in_paged_attention(window: int | None) -> None:
         rows = slice(end - queries, end)
         lengths = (case.batch.seq_lens - size + end).int()
         depths = case.batch.depths[:, :end]
+        before = branches.write_level(seen[:, rows, :end], depths)
         where = cu, lengths, case.batch.block_table, queries
-        batch = branches.level(seen[:, rows, :end], depths, *where)
+        batch = branches.batch(*where, rows_before=before)
         level = replace(case, query=query[:, rows].flatten(0, 1), batch=batch)
         out = level.run(paged_tree_attention_torch, torch.float64)
         torch.testing.assert_close(out.unflatten(0, (requests, queries)), expected[:, rows])

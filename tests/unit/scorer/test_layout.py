@@ -10,9 +10,8 @@ import torch
 from support.attention import element_offsets, flat, gather_tokens
 from support.in_torch import attention_reference
 
-from vllm_medusa.kv import accepted_moves, copy_slots
-from vllm_medusa.kv.cpu import PackedCaches
-from vllm_medusa.scorer.latent import LatentLayout, LatentPlan, latent_attention
+from vllm_medusa.kv import copy_slots
+from vllm_medusa.scorer.latent import LatentPlan, latent_attention
 from vllm_medusa.scorer.layout import SUPPORTED_ISAS, CacheLayout
 from vllm_medusa.tree.batch import TreeBatch
 
@@ -76,18 +75,3 @@ def test_latent_attention(dtype: torch.dtype) -> None:
             torch.testing.assert_close(out[rows].double(), expected, atol=1e-5, rtol=1e-5)
         untouched[rows] = False
     assert out[untouched].eq(7).all() and untouched.sum() == 4
-
-
-def test_latent_tokens_move_whole() -> None:
-    whole = torch.randn(3, 6, BLOCK, 2 * WIDTH)
-    caches = [layer[..., :WIDTH].contiguous() for layer in whole]
-    expected = [cache.clone() for cache in caches]
-    slots = torch.tensor([[14, 15, 16, 17, 18, 19], [60, 61, 62, 63, 64, 65]])
-    nodes, accepted = torch.tensor([[0, 2, 5], [0, 3, 3]]), torch.tensor([2, 1])
-    PackedCaches((cache, LatentLayout.of(cache)) for cache in caches).compact(
-        slots, nodes, accepted
-    )
-    for cache, other in zip(caches, expected, strict=True):
-        before = other.clone()
-        copy_slots(other, *accepted_moves(slots, nodes, accepted), (0, 1))
-        assert cache.equal(other) and not cache.equal(before)

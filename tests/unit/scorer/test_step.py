@@ -92,14 +92,14 @@ def test_written_rows_equal_a_loop_and_others_are_unchanged(cases, gap, wide):
     for b, start in enumerate(starts):
         for i in range(sizes[b]):
             expected[start + i] = bases[b] + int(tree.depths[b, i])
-    write_node_positions(
-        positions,
-        torch.tensor(bases, dtype=torch.int32),
-        tree.depths,
+    step = TreeStep.build(
+        lambda width, counts: tree,
+        np.array(sizes),
         tree.cu_num_nodes,
-        total,
-        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor([start + i for start, n in zip(starts, sizes, strict=True) for i in range(n)]),
+        torch.zeros_like(positions),
     )
+    write_node_positions(positions, torch.tensor(bases, dtype=torch.int32), step)
     assert torch.equal(positions, expected)
     if wide:
         positions = torch.where(expected == -7, expected, 0)

@@ -1,7 +1,4 @@
-"""vLLM's CPU attention backend with trees: our kernel for branching trees, vLLM's for the rest.
-
-Chains use vLLM's kernel.
-"""
+"""vLLM's CPU attention backend with trees: our kernel for branching trees, vLLM's for the rest."""
 
 from __future__ import annotations
 
@@ -23,14 +20,14 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_medusa.kernels import cpu_library
-from vllm_medusa.kv.cpu import PackedCaches, TokenLayout
+from vllm_medusa.kv import accepted_moves, copy_slots
+from vllm_medusa.kv.cpu import PackedCaches
 from vllm_medusa.scorer.cpu import (
     AttentionPlan,
     plan_branches,
     plan_trees,
     tree_attention,
 )
-from vllm_medusa.scorer.latent import LatentLayout
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.scorer.step import TreeStep
 
@@ -90,9 +87,9 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         """Build vLLM's metadata; if `step` has branching trees, only for its other requests."""
         step, common = self.step, common_attn_metadata
         if step is None or not step.branches.any():
-            self._expect(with_trees=False)
+            self._set_forward(with_trees=False)
             return super().build(common_prefix_len, common, fast_build)
-        self._expect(with_trees=True)
+        self._set_forward(with_trees=True)
         is_tree = step.branches
         starts = common.query_start_loc_cpu.numpy()
         plain, rows = None, None
@@ -121,7 +118,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
 
         ``mask`` bool [B, queries, S], ``base`` int64 [B], ``depths`` int64 [S].
         """
-        self._expect(with_trees=True)
+        self._set_forward(with_trees=True)
 
         @functools.cache
         def plan(layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
@@ -135,8 +132,8 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         layers = self.vllm_config.compilation_config.static_forward_context
         return [layers[name].impl for name in self.layer_names]
 
-    def _expect(self, *, with_trees: bool) -> None:
-        """Set the layers' `forward`: `attend` for trees, else vLLM's own method, not wrapped."""
+    def _set_forward(self, *, with_trees: bool) -> None:
+        """Set the layers' `forward`: `attend` for trees, else vLLM's own method, unwrapped."""
         for impl in self._impls:
             if with_trees:
                 impl.forward = impl.attend
@@ -277,14 +274,16 @@ def compact_group(
 ) -> None:
     """Move the accepted paths to contiguous slots in every layer of a KV cache group."""
     first = layers[layer_names[0]]
+    if first.kv_cache.dim() == 3:  # of MLA: [num_blocks, block_size, width]
+        moves = accepted_moves(slots, path_nodes, num_accepted)
+        for name in layer_names:
+            copy_slots(layers[name].kv_cache, *moves, (0, 1))
+        return
     known: tuple[Tensor, int, PackedCaches] | None = first.impl.group_caches
     if known is None or known[0] is not first.kv_cache or known[1] != len(layer_names):
         group = [layers[name] for name in layer_names]
-        caches = PackedCaches((layer.kv_cache, _layout(layer)) for layer in group)
-        known = first.impl.group_caches = (first.kv_cache, len(group), caches)
+        packed = PackedCaches(
+            (layer.kv_cache, CacheLayout.of(layer.kv_cache, layer.isa)) for layer in group
+        )
+        known = first.impl.group_caches = (first.kv_cache, len(group), packed)
     known[2].compact(slots, path_nodes, num_accepted)
-
-
-def _layout(layer: Any) -> TokenLayout:
-    cache = layer.kv_cache
-    return LatentLayout.of(cache) if cache.dim() == 3 else CacheLayout.of(cache, layer.isa)

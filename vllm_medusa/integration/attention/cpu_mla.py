@@ -67,7 +67,7 @@ class TreeMLABuilder(MLACommonMetadataBuilder):
             return self._build_plain(common)
         starts, drafted = common.query_start_loc_cpu.numpy(), step.num_nodes > 1
         rows, requests = np.diff(starts), np.arange(len(drafted))
-        # A resumed request between trees, its prefix found in the cache, is a chain of them.
+        # A resumed request with a cached prefix may be between the trees: it is treated as a chain.
         ours = drafted | ((rows > 1) & (requests < np.flatnonzero(drafted)[-1]))
         mask = [
             step.tree.ancestors[request, : rows[request], : rows[request]]
@@ -135,8 +135,6 @@ class TreeMLABuilder(MLACommonMetadataBuilder):
 class _TreeImpl(MLACommonImpl):
     """Mixin for an attention layer's implementation."""
 
-    group_caches: Any = None  # of `compact_group`, stored in a group's first layer
-
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: MLACommonMetadata, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -159,7 +157,7 @@ class _TreeImpl(MLACommonImpl):
 
 
 class TreeAMXMLABuilder(TreeMLABuilder, AMXMLAMetadataBuilder):
-    """Of the backend for AMX."""
+    """Metadata builder of the AMX backend."""
 
     step = None
 

@@ -87,7 +87,8 @@ class TreeAttentionBackend(TritonAttentionBackend):
 class TreeAttentionImpl(TritonAttentionImpl):
     """One attention layer."""
 
-    group_caches: tuple[Tensor, list[LayerCaches]] | None = None  # see `_group_caches`
+    # the caches of a group by shape, after the first layer's; stored in that layer
+    group_caches: tuple[Tensor, list[LayerCaches]] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -188,24 +189,15 @@ def compact_group(
 
     One launch for all layers of the same shape; no host sync.
     """
-    for caches in _group_caches(layers, layer_names):
-        compact_layers(caches, slots, path_nodes, num_accepted)
-
-
-def _group_caches(layers: Mapping[str, Any], layer_names: list[str]) -> list[LayerCaches]:
-    """The caches of a group by shape; described once and stored with the first layer."""
     first = layers[layer_names[0]]
     known: tuple[Tensor, list[LayerCaches]] | None = first.impl.group_caches
     if known is None or known[0] is not first.kv_cache:  # vLLM has bound new ones
-        caches = [layers[name].kv_cache for name in layer_names]
-        known = first.impl.group_caches = (first.kv_cache, _describe(caches))
-    return known[1]
-
-
-def _describe(caches: list[Tensor]) -> list[LayerCaches]:
-    """The caches [num_blocks, heads, block_size, 2 * head_size], without duplicates, by shape."""
-    forms: dict[Any, dict[int, Tensor]] = {}
-    for cache in caches:
-        form = cache.shape, cache.stride(), cache.dtype, cache.device
-        forms.setdefault(form, {})[cache.data_ptr()] = cache
-    return [LayerCaches.of(list(same.values()), (0, 2)) for same in forms.values()]
+        by_form: dict[Any, dict[int, Tensor]] = {}  # layers may share a cache
+        for name in layer_names:
+            cache = layers[name].kv_cache
+            form = cache.shape, cache.stride(), cache.dtype, cache.device
+            by_form.setdefault(form, {})[cache.data_ptr()] = cache
+        all_caches = [LayerCaches.of(list(same.values())) for same in by_form.values()]
+        known = first.impl.group_caches = (first.kv_cache, all_caches)
+    for caches in known[1]:
+        compact_layers(caches, slots, path_nodes, num_accepted)

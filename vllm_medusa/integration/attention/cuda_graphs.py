@@ -18,14 +18,11 @@ MAX_TOKENS = 2048
 def tree_sizes(num_nodes: int, max_num_seqs: int, max_num_tokens: int) -> list[int]:
     """Token counts to capture, ascending: multiples of ``num_nodes``, root included."""
     maximum = min(max_num_seqs, min(max_num_tokens, MAX_TOKENS) // num_nodes)
-    counts, step = list(range(1, min(16, maximum) + 1)), 2
-    while counts and counts[-1] + step <= maximum:
-        counts.append(counts[-1] + step)
-        if counts[-1] == 16 * step:
-            step *= 2
-    if counts and counts[-1] < maximum:
-        counts.append(maximum)
-    return [count * num_nodes for count in counts]
+    return [
+        count * num_nodes
+        for count in range(1, maximum + 1)
+        if count <= 16 or count == maximum or count % 2 ** (count.bit_length() - 4) == 0
+    ]
 
 
 def capture_more_trees(engine_args: Any, config: Any, num_nodes: int) -> None:

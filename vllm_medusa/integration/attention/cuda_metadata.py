@@ -70,7 +70,7 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TritonAttentionMetadata:
-        """Build vLLM's metadata; with a `step`, for our kernel."""
+        """Build vLLM's metadata; if there is a `step`, extended for our kernel."""
         plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
         trees, step = self._trees, self.step
         if trees is None:
@@ -213,7 +213,8 @@ class _Trees:
         assert self.beam is not None and self.branches is not None
         rows, splits = self.beam.width, self.splits(plain, len(mask), self.beam.width)
         where = plain.query_start_loc, plain.seq_lens, plain.block_table
-        paged = self.branches.level(mask, depths, *where, rows, splits, self.workspace)
+        before = self.branches.write_level(mask, depths)
+        paged = self.branches.batch(*where, rows, splits, self.workspace, before)
         return TreeMetadata(**vars(plain), paged=paged)
 
     def splits(self, plain: TritonAttentionMetadata, batch: int, rows: int) -> int:

@@ -1,4 +1,4 @@
-"""The tokens that a step accepted, as an EAGLE drafter's next prefill takes them."""
+"""The tokens that a step accepted: the input of an EAGLE drafter's next prefill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_SLOT = -1  # slot of entries that are not stored
 
 @dataclass(frozen=True)
 class Tokens:
-    """T tokens, as the drafter's layer takes them."""
+    """T tokens, the input of the drafter's layer."""
 
     next_ids: Tensor  # integer [T], the next token of each
     positions: Tensor  # int64 [T]
@@ -30,9 +30,8 @@ class Tokens:
     features: Tensor  # [T, features], the target's hidden states
 
     def at(self, rows: Tensor) -> Tokens:
-        """Some of them."""
-        whole = self.next_ids, self.positions, self.slots, self.features
-        return Tokens(*(values[rows] for values in whole))
+        """The tokens in ``rows``."""
+        return Tokens(*(values[rows] for values in vars(self).values()))
 
 
 @dataclass(frozen=True)

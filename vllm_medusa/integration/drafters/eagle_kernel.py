@@ -1,4 +1,4 @@
-"""Parts of vLLM's EAGLE-3 drafter: weights and cache, as the CPU kernel reads them, and layer."""
+"""Parts of vLLM's EAGLE-3 drafter: its layer, and its weights and cache for the CPU kernel."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def eagle_weights(model: Any, token_map: Tensor | None) -> EagleWeights | None:
 
 
 def _weight(linear: Any, inputs: int) -> Tensor:
-    """A linear layer's weight [O, I]: its product with the identity, as it may only be packed."""
+    """A linear layer's weight [O, I]: its product with the identity, as it may be packed."""
     identity = torch.eye(inputs, dtype=linear.params_dtype)
     found: Tensor = linear.quant_method.apply(linear, identity, None)
     return found.t()
@@ -74,7 +74,7 @@ def _weight(linear: Any, inputs: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class EntryLayer:
-    """What a cache entry of EAGLE-3's only layer depends on."""
+    """The part of EAGLE-3's only layer that computes cache entries."""
 
     layer: Any  # vLLM's
     weight: Tensor  # [2 * kv_size, 2H], of keys and values
@@ -86,14 +86,14 @@ class EntryLayer:
         inputs = torch.cat([self.layer.input_layernorm(embeds), self.layer.hidden_norm(states)], -1)
         key, value = functional.linear(inputs, self.weight, self.bias).chunk(2, -1)
         key = key.contiguous()
-        query = torch.zeros_like(key)  # some embeddings need one
+        query = torch.zeros_like(key)  # some rotary embeddings require one
         _, key = attention.rotary_emb(positions, query, key)
         shape = attention.num_kv_heads, attention.head_dim
         return [key.unflatten(-1, shape), value.unflatten(-1, shape)]
 
 
 def entry_layer(model: Any) -> EntryLayer | None:
-    """The only layer of a loaded EAGLE-3 drafter; None if it is quantized or another drafter."""
+    """The only layer of a loaded EAGLE-3 drafter; None for quantized and other drafters."""
     if type(model) is not Eagle3LlamaForCausalLM:
         return None
     inner = model.model

@@ -212,10 +212,9 @@ class MedusaDrafter:
     def _scored(self) -> Tensor:
         """The target's token ids that this rank scores, int64 [V_draft]."""
         heads, shard = self.heads if self.beam is None else self.beam, self._shard
-        count = self.model_config.get_vocab_size()
-        ids = (
-            torch.arange(count, device=self.device) if heads.token_map is None else heads.token_map
-        )
+        ids = heads.token_map
+        if ids is None:
+            ids = torch.arange(self.model_config.get_vocab_size(), device=self.device)
         return ids if shard is None else ids[shard.first_id : shard.first_id + shard.num_ids]
 
     def _lm_head(self, rows: Tensor) -> Tensor:

@@ -23,13 +23,13 @@ _PENALTIES = ("frequency", "presence", "repetition")
 
 
 class PathHistory:
-    """Tracks B walks; the host keeps token lists only for requests that depend on them."""
+    """The paths of B walks so far, and the metadata to sample their next tokens."""
 
     def __init__(self, metadata: SamplingMetadata, batch_size: int):
         self.metadata = metadata
         self.has_budgets = has_budgets(metadata)
         self.keeps_tokens = needs_tokens(metadata) or self.has_budgets
-        # whose rows can't be left out: of thinking budgets (state by row) and logprobs (columns)
+        # no row can be left out: thinking budgets have state by row, logprobs one row per request
         self.needs_all = self.has_budgets or metadata.max_num_logprobs is not None
         self.needs_all |= bool(metadata.logprob_token_ids)
         self.paths: list[list[int]] = [[] for _ in range(batch_size)]
@@ -39,22 +39,23 @@ class PathHistory:
 
         These are the ``active`` ones (bool [B]) unless all rows are needed. Others draw nothing.
         """
-        going = active.tolist()
-        if not self.paths[0] and all(going) and not self.has_budgets:  # as in plain decoding
-            return torch.arange(len(going), device=active.device), self.metadata
-        owners = [row for row, goes in enumerate(going) if goes or self.needs_all]
+        walking = active.tolist()
+        if not self.paths[0] and all(walking) and not self.has_budgets:  # as in plain decoding
+            return torch.arange(len(walking), device=active.device), self.metadata
+        owners = [row for row, walks in enumerate(walking) if walks or self.needs_all]
         outputs = None
         if self.keeps_tokens:
             known = self.metadata.output_token_ids
             outputs = [[*known[row], *self.paths[row]] for row in owners]
         metadata = of_rows(self.metadata, owners, outputs, [len(self.paths[row]) for row in owners])
         generators = self.metadata.generators
-        drawn = [(row, owner) for row, owner in enumerate(owners) if going[owner]]
         metadata.generators = {
-            row: generators[owner] for row, owner in drawn if owner in generators
+            row: generators[owner]
+            for row, owner in enumerate(owners)
+            if walking[owner] and owner in generators
         }
         if self.has_budgets:
-            metadata = one_row_each(metadata, going)
+            metadata = one_row_each(metadata, walking)
         return torch.tensor(owners, dtype=torch.int64, device=active.device), metadata
 
     def extend(self, tokens: Tensor) -> None:
@@ -64,20 +65,12 @@ class PathHistory:
 
 
 def of_rows(
-    metadata: SamplingMetadata,
-    owners: Sequence[int],
-    outputs: list[list[int]] | None,
-    depths: Sequence[int],
+    metadata: SamplingMetadata,  # of the batch
+    owners: Sequence[int],  # the request of each row; a request may have several rows, or none
+    outputs: list[list[int]] | None,  # output tokens before each row; None: see `needs_tokens`
+    depths: Sequence[int],  # how many of them are of this step
 ) -> SamplingMetadata:
-    """The metadata of rows that belong to the requests ``owners``, without generators.
-
-    Args:
-        metadata: of the batch.
-        owners: a request may have several rows, or none.
-        outputs: output tokens before each row; None: not needed (`needs_tokens`).
-        depths: how many of them are of this step.
-
-    """
+    """The metadata of the given rows, without generators."""
     of = torch.tensor(owners, dtype=torch.int64)
 
     def pick(tensor: Tensor | None) -> Tensor | None:
@@ -111,21 +104,20 @@ class MinTokensAt:
     """
 
     def __init__(self, rules: dict[int, Any], rows: list[tuple[int, int]]):
-        barred: list[tuple[int, int]] = []
-        self.grammar_rows: list[int] = []  # indices among the masked rows
+        self.masked: list[tuple[int, int]] = []  # row, token
+        self.grammar_rows: list[int] = []  # masked rows of requests with a grammar
         for row, (request, depth) in enumerate(rows):
             if request in rules:
                 minimum, output, stop_token_ids, follows_grammar = rules[request]
                 if len(output) + depth < minimum:
-                    barred.extend((row, token) for token in stop_token_ids)
+                    self.masked.extend((row, token) for token in stop_token_ids)
                     self.grammar_rows += [row] * follows_grammar
-        self.barred = barred
 
     def apply(self, logits: Tensor) -> Tensor:
         """Mask stop tokens in place: logits [rows, V]."""
-        if self.barred:
+        if self.masked:
             grammar = logits[self.grammar_rows]
-            index = torch.tensor(self.barred, device=logits.device).unbind(1)
+            index = torch.tensor(self.masked, device=logits.device).unbind(1)
             logits[index] = -float("inf")
             if len(grammar):
                 ended = logits[self.grammar_rows].isneginf().all(1, keepdim=True)
@@ -165,18 +157,18 @@ def has_budgets(metadata: SamplingMetadata) -> bool:
     return holder is not None and bool(holder.has_tracked_requests())
 
 
-def one_row_each(metadata: SamplingMetadata, going: list[bool] | None = None) -> SamplingMetadata:
+def one_row_each(metadata: SamplingMetadata, walking: list[bool] | None = None) -> SamplingMetadata:
     """The metadata with thinking budgets as in plain decoding: one row and one token per request.
 
     vLLM's state machine treats every grown output as a step, so it must not see new outputs of
-    requests that are not ``going``. (With speculation it expects the rows of a chain.)
+    requests that are not ``walking``. (With speculation it expects the rows of a chain.)
     """
     if not has_budgets(metadata):
         return metadata
     holder: Any = copy.copy(metadata.thinking_budget_state_holder)
     holder.in_spec_mode, holder.cu_num_tokens = False, {}
     holder._state = {
-        index: state for index, state in holder._state.items() if going is None or going[index]
+        index: state for index, state in holder._state.items() if walking is None or walking[index]
     }
     return replace(metadata, thinking_budget_state_holder=holder, spec_token_ids=None)
 
@@ -190,7 +182,7 @@ def install_moves() -> None:
 
 
 def _sync_batch(original: Callable[..., None], self: Any, batch_update: BatchUpdate | None) -> None:
-    for _, place, direction in batch_update.moved if batch_update else ():
+    for _, slot, direction in batch_update.moved if batch_update else ():
         if direction == MoveDirectionality.UNIDIRECTIONAL:
-            self._state.pop(place, None)
+            self._state.pop(slot, None)
     original(self, batch_update)

@@ -70,17 +70,6 @@ def typical_paths(
     )
 
 
-def _histories(tree: TreeBatch, token_ids: Tensor) -> list[list[int]]:
-    """For each node of Q trees the draft token ids down to it: [Q * N]."""
-    rows: list[list[int]] = []
-    for parents, ids in zip(tree.parents.tolist(), token_ids.clamp(min=0).tolist(), strict=True):
-        of_node: list[list[int]] = [[]]
-        for node in range(1, len(parents)):
-            of_node.append([*of_node[parents[node]], ids[node]])
-        rows.extend(of_node)
-    return rows
-
-
 def _process(
     sampler: Sampler,
     logits: Tensor,  # [Q * N, V]
@@ -93,9 +82,11 @@ def _process(
     owners = [request for request in chosen for _ in range(tree.max_nodes)]  # [Q * N]
     outputs = None
     if needs_tokens(metadata):
-        outputs = [
-            [*metadata.output_token_ids[request], *history]
-            for request, history in zip(owners, _histories(tree, token_ids), strict=True)
+        drafts = zip(chosen, token_ids.clamp(min=0), tree.ancestors, strict=True)
+        outputs = [  # a node's ancestors are its path, of which the root is already in the output
+            [*metadata.output_token_ids[request], *ids[path][1:].tolist()]
+            for request, ids, paths in drafts
+            for path in paths
         ]
     per_row = of_rows(metadata, owners, outputs, tree.depths.flatten().tolist())
     per_row.thinking_budget_state_holder = None  # refused for typical requests

@@ -58,7 +58,7 @@ class EagleTreeSpeculator(TreeSpeculator):
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """Load the drafter; vLLM manages its layers, also in sleep mode."""
-        self.load_beside(target_model)
+        self.load_drafter(target_model)
         return self.drafter.model
 
     def set_attn(self, *args: Any) -> None:
@@ -84,7 +84,7 @@ class EagleTreeSpeculator(TreeSpeculator):
         states = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
         table = self.block_tables.input_block_tables[self._group][:1]
         roots = Roots(states, states, nothing, self.max_model_len, table)
-        for stream in (None, self._idle_stream(nothing)):
+        for stream in (None, self._dummy_stream(nothing)):
             self.drafter.draft(roots, nothing, self.trees.num_nodes, nothing, stream=stream)
 
     def draft_states(

@@ -86,10 +86,10 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """Load the heads, which vLLM keeps in sleep mode."""
-        self.load_beside(target_model)
+        self.load_drafter(target_model)
         return self.drafter.buffers_for_sleep()
 
-    def load_beside(self, target_model: Any) -> None:
+    def load_drafter(self, target_model: Any) -> None:
         """Load the drafter; make the target return our model state to the runner."""
         self.drafter.load_model(target_model)
         self._target = target_model
@@ -116,11 +116,11 @@ class TreeSpeculator(DraftModelSpeculator):
         for batch in (1, 16):  # logits strides that are, or are not, multiples of 16
             hidden = torch.zeros(batch, hidden_size, dtype=self.dtype, device=device)
             roots = slot.expand(batch)
-            for stream in (None, self._idle_stream(roots)):
+            for stream in (None, self._dummy_stream(roots)):
                 self.drafter.draft(hidden, roots, self.trees.num_nodes, roots, stream=stream)
 
-    def _idle_stream(self, slots: Tensor) -> HashedNoise:
-        """A stream of arbitrary noise, to compile its kernel; ``slots`` is int64 [B]."""
+    def _dummy_stream(self, slots: Tensor) -> HashedNoise:
+        """Arbitrary noise, to compile its kernel; ``slots`` is int64 [B]."""
         return HashedNoise(slots, slots, slots, slots.to(torch.float32) + 1)
 
     def _stream(
