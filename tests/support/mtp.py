@@ -178,7 +178,3 @@ def save_random(folder: Path, kind: Kind) -> str:
     }
     add_module(folder, own)
     return target
-
-
-def mtp_config(tree: Any, **options: Any) -> dict[str, Any]:
-    return {"method": "mtp", "tree": tree, **options}
