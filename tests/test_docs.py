@@ -78,11 +78,6 @@ def speculative_configs(text):
             yield ast.literal_eval(found)
 
 
-def check_config(config):
-    kind = DRAFTER_METHODS.get(config["method"], MedusaConfig)
-    kind.from_speculative_config(config)
-
-
 @cache
 def make_targets():
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -150,7 +145,7 @@ def test_named_flags_exist(page):
 def test_speculative_configs_are_valid(page):
     text = re.sub("<!-- commands -->.*", "", page.read_text(), flags=re.DOTALL)  # of --help
     for config in speculative_configs(text):
-        check_config(config)
+        GROWN_METHODS.get(config["method"], MedusaConfig).from_speculative_config(config)
 
 
 @EVERY

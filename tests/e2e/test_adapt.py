@@ -7,16 +7,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from support.assets import ASSETS, HIDDEN, TARGET, VOCAB
 
 from vllm_medusa.heads.checkpoint import load_heads
 
 pytestmark = pytest.mark.engine
 
-ASSETS = Path(__file__).parents[2] / "tests" / "assets"
 PATH = os.pathsep.join([str(ASSETS.parent), os.environ.get("PYTHONPATH", "")])
 NODES = 3
 OPTIONS = {
@@ -33,7 +32,7 @@ OPTIONS = {
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "vllm_medusa.cli", "adapt", str(ASSETS / "target")]
+    command = [sys.executable, "-m", "vllm_medusa.cli", "adapt", TARGET]
     command += ["--prompts", str(folder / "prompts.jsonl"), "--output", str(folder / "heads")]
     command += [str(part) for option in OPTIONS.items() for part in option]
     return subprocess.Popen(
@@ -42,12 +41,6 @@ def start(folder: Path) -> subprocess.Popen[str]:
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATH},
     )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    _, said = process.communicate(timeout=800)
-    assert process.returncode == 0, said
-    return said
 
 
 def kill_in_stage(process: subprocess.Popen[str], name: str) -> None:
@@ -68,29 +61,26 @@ def kill_in_stage(process: subprocess.Popen[str], name: str) -> None:
     assert not [child for child in children if child.is_running()]
 
 
-def read(path: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(path.read_text())
-    return document
-
-
 def test_from_prompts_to_measured_heads(tmp_path: Path) -> None:
     lines = (ASSETS / "prompts.jsonl").read_text().splitlines(keepends=True)[:8]
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
     kill_in_stage(start(tmp_path), "train")
     heads = tmp_path / "heads"
     assert not heads.exists()
-    said = finish(start(tmp_path))
+    again = start(tmp_path)
+    _, said = again.communicate(timeout=800)
+    assert again.returncode == 0, said
     assert "distill: already done" in said
     assert "All tokens of 4 requests equal plain vLLM's" in " ".join(said.split())
 
-    loaded, info = load_heads(heads, hidden_size=256, vocab_size=4096)
+    loaded, info = load_heads(heads, hidden_size=HIDDEN, vocab_size=VOCAB)
     assert loaded.num_heads == 2
     medusa = info.config["medusa"]
     assert len(medusa["tree"]) == NODES
     assert [entry["command"][1] for entry in medusa["provenance"]] == [
         *("train", "calibrate", "tree", "adapt")
     ]
-    report = read(heads / "report.json")
+    report = json.loads((heads / "report.json").read_text())
     (row,) = report["measured"]["rows"]
     assert row["identical"]
     assert row["num_draft_tokens"] == NODES

@@ -11,10 +11,9 @@ from support.eagle_runs import Case, eagle_config
 from support.engines import engine, greedy, medusa, metric, random_prompts, worker_of
 from support.lora import RANK, save_adapter
 from support.models import HIDDEN, VOCAB
-from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
-from support.planted import planted_by_seed
-from support.runner import ON_V2, sized
-from support.spies import accepted_per_step, mean_accepted, recorded_steps
+from support.outcomes import Outcome, assert_same_with_trees, seeded, steady_outcomes
+from support.runner import sized
+from support.spies import accepted_per_step, mean_accepted
 from vllm import LLM, SamplingParams
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
@@ -63,11 +62,9 @@ def test_eagle(eagle_case: Case, adapters: list[Any]) -> None:
         plain = steady_outcomes(llm, prompts, params, chosen)
     config = eagle_config(eagle_case, {"width": 3, "depth": 3}, budget=8)
     with engine(eagle_case.target, config, **ENGINE) as llm:
-        with planted_by_seed(by_seed(plain), VOCAB), recorded_steps() as steps:
-            got = outcomes(llm, prompts, params, chosen)
-        modules = worker_of(llm).model_runner.drafter.model.modules() if not ON_V2 else ()
+        steps = assert_same_with_trees(llm, plain, prompts, params, chosen)
+        modules = worker_of(llm).model_runner.drafter.model.modules()
         assert not any(isinstance(module, BaseLayerWithLoRA) for module in modules)
-    assert_same(plain, got)
     assert len({outcome.tokens for outcome in plain}) == len(plain)
     accepted = [sum(accepted_per_step(steps, prompt)) for prompt in learned]
     assert min(accepted) > TOKENS / 3
@@ -87,9 +84,7 @@ def llm(plain: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
 
 def test_adapters_in_one_batch(llm: LLM, plain: list[Outcome], adapters: list[Any]) -> None:
     assert len({outcome.tokens for outcome in plain}) == len(plain)
-    with planted_by_seed(by_seed(plain), VOCAB), recorded_steps() as steps:
-        got = outcomes(llm, *requests(adapters))
-    assert_same(plain, got)
+    steps = assert_same_with_trees(llm, plain, *requests(adapters))
     assert mean_accepted(steps) > 1.2
     assert max(map(len, steps)) == len(plain)
 
@@ -99,16 +94,14 @@ def test_cached_prefixes_belong_to_an_adapter(
 ) -> None:
     """The same prompts again: each reads the entries that were written with its own adapter."""
     before = metric(llm, "prefix_cache_hits")
-    with planted_by_seed(by_seed(plain), VOCAB):
-        got = outcomes(llm, *requests(adapters))
-    assert_same(plain, got)
+    assert_same_with_trees(llm, plain, *requests(adapters))
     assert metric(llm, "prefix_cache_hits") - before >= 32 * len(plain)
 
 
 def test_heads_draft_with_the_target_s_own_lm_head(llm: LLM) -> None:
     """The wrapped LM head would apply the adapters of the step's rows to the heads' rows."""
     runner = worker_of(llm).model_runner
-    drafter, target = (runner.speculator if ON_V2 else runner).drafter, runner.model
+    drafter, target = runner.drafter, runner.model
     states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(6))
     rows = drafter.heads(states)
     own = target.logits_processor.base_layer(target.lm_head, rows.flatten(0, 1))

@@ -16,7 +16,7 @@ from support.engines import complete, engine, greedy, medusa, random_prompts, wo
 from support.models import VOCAB, save_model, save_random_heads
 from support.planted import planted
 from support.reference import assert_chaotic, differing, plain_greedy
-from support.runner import ON_V2, on_v1, sized
+from support.runner import on_v1, sized
 from support.spies import assert_reported, mean_accepted, recorded_steps
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
@@ -117,7 +117,6 @@ def assert_equal(
     assert len(differing(reference.completions, unmoved)) > 0.6 * len(reference.prompts)
 
 
-@pytest.mark.skipif(ON_V2, reason="refused on V2")
 def test_multi_dimensional_rope(
     tmp_path: Path, random_heads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

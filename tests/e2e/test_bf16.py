@@ -12,7 +12,7 @@ from support.assets import HEADS, TARGET, code_prompts
 from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
-from support.reference import Plain, assert_chaotic, run_plain
+from support.reference import Reference, assert_chaotic, plain_greedy
 from vllm import LLM
 
 from vllm_medusa.integration.attention import cpu_attention
@@ -25,11 +25,11 @@ NEAR_TIE = 2 * 2**-4
 TOKENS = 40
 
 
-def run_trees(llm: LLM, plain: Plain, vocab: int) -> list[float]:
+def run_trees(llm: LLM, plain: Reference, vocab: int) -> list[float]:
     with planted(plain.prompts, plain.outputs, vocab) as moves:
         got = complete(llm, plain.prompts, greedy(TOKENS))
     assert sum(moves) > 0.5 * len(moves)
-    return plain.gaps([completion.token_ids for completion in got])
+    return plain.gaps(got)
 
 
 def test_chaotic_model(
@@ -37,7 +37,7 @@ def test_chaotic_model(
 ) -> None:
     prompts = random_prompts(64, VOCAB, longest=200, seed=21)
     with engine(chaotic_llama, dtype="bfloat16") as llm:
-        plain = run_plain(llm, prompts, TOKENS)
+        plain = plain_greedy(llm, prompts, TOKENS, min_gap=0.0)
     assert_chaotic(plain.outputs)
     with engine(chaotic_llama, medusa(random_heads, "mc_sim_7b_63"), dtype="bfloat16") as llm:
         gaps = run_trees(llm, plain, VOCAB)
@@ -52,9 +52,9 @@ def test_chaotic_model(
 def test_trained_model() -> None:
     prompts = code_prompts()
     with engine(TARGET, dtype="bfloat16") as llm:
-        plain = run_plain(llm, prompts, TOKENS)
+        plain = plain_greedy(llm, prompts, TOKENS, min_gap=0.0)
     with engine(TARGET, medusa(HEADS, "heads"), dtype="bfloat16") as llm:
         gaps = run_trees(llm, plain, assets.VOCAB)
-        real = plain.gaps([c.token_ids for c in complete(llm, prompts, greedy(TOKENS))])
+        real = plain.gaps(complete(llm, prompts, greedy(TOKENS)))
     assert all(gap <= NEAR_TIE for gap in gaps + real), sorted(gaps + real)
     assert len(gaps) < 0.2 * len(prompts) and len(real) < 0.2 * len(prompts)

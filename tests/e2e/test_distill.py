@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.chat import CHATML
 from support.models import VOCAB, save_model
 
 from vllm_medusa.config import run_engines_in_this_process
@@ -25,10 +26,6 @@ from vllm_medusa.training.distill import Plan
 pytestmark = pytest.mark.engine
 
 END, START = 1, 2
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TALKS = [Prompt(i, i + 1, f"t{i}", turns=(f"w{9 + i} w7", "w30", f"w{40 + i}")) for i in range(8)]
 
 
@@ -46,7 +43,7 @@ def save_talkative_llama(folder: Path) -> str:
         bos_token="<s>",
         eos_token="<|im_end|>",
         additional_special_tokens=["<|im_start|>"],
-        chat_template=TEMPLATE,
+        chat_template=CHATML,
     ).save_pretrained(folder)
 
     def tune(model: Any) -> None:

@@ -16,10 +16,10 @@ import torch
 from support.assets import HEADS as TRAINED_HEADS
 from support.assets import TARGET, code_prompts, trained_model
 from support.budgets import fickle, policy_of, scheduler_of, verify_all
-from support.engines import complete, engine, greedy, metric, random_prompts, start, stop
+from support.engines import complete, engine, greedy, medusa, metric, random_prompts, start, stop
 from support.metrics import added, counts
 from support.models import VOCAB
-from support.planted import planted, random_topologies
+from support.planted import random_topologies
 from support.reference import Reference, differing, plain_greedy
 from support.runner import sized
 from support.spies import assert_reported, mean_accepted, recorded_steps, tree_rows
@@ -44,10 +44,6 @@ LENGTHS = sized((48, 7, 3, 1, 33), (16, 7, 3, 1))
 Patch = pytest.MonkeyPatch
 
 
-def dynamic(heads: str, budget: int) -> dict[str, Any]:
-    return {"method": "medusa", "model": heads, "budget": budget}
-
-
 @pytest.fixture(scope="module")
 def reference(chaotic_llama: str) -> Reference:
     with engine(chaotic_llama) as llm:
@@ -57,7 +53,7 @@ def reference(chaotic_llama: str) -> Reference:
 @pytest.fixture(scope="module")
 def llm(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
     """48 blocks of 32: some requests are preempted and restarted."""
-    config = dynamic(random_heads, 20)
+    config = medusa(random_heads, budget=20)
     with engine(chaotic_llama, config, block_size=32, num_gpu_blocks_override=48) as llm:
         yield llm
 
@@ -67,7 +63,7 @@ def test_accepts_what_the_oracle_accepts(budget: int) -> None:
     """Trained heads on real prompts, in fp32."""
     prompts = [prompt[:60] for prompt in code_prompts(0, sized(10, 4))]
     lengths = [LENGTHS[index % len(LENGTHS)] for index in range(len(prompts))]
-    with engine(TARGET, dynamic(TRAINED_HEADS, budget)) as llm, recorded_steps() as steps:
+    with engine(TARGET, medusa(TRAINED_HEADS, budget=budget)) as llm, recorded_steps() as steps:
         tree = TreeSettings.of(llm.llm_engine.vllm_config).tree
         assert isinstance(tree, DynamicTree) and tree.num_draft_tokens == budget
         got = complete(llm, prompts, [greedy(length) for length in lengths])
@@ -83,18 +79,14 @@ def test_accepts_what_the_oracle_accepts(budget: int) -> None:
     assert mean_accepted(steps) > 0.3
 
 
-def run(llm: LLM, reference: Reference) -> float:
-    """Plant future tokens on the trees: output must equal plain vLLM's; returns mean acceptance."""
-    with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
-        got = complete(llm, reference.prompts, greedy(TOKENS))
-    assert differing(reference.completions, got) == []
-    return mean_accepted(steps)
+def acceptance(llm: LLM, reference: Reference) -> float:
+    return mean_accepted(reference.planted_on(llm)[1])
 
 
 def test_random_topologies(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
     topologies = random_topologies(monkeypatch)
     before = metric(llm, "num_preemptions")
-    assert run(llm, reference) > 1
+    assert acceptance(llm, reference) > 1
     assert metric(llm, "num_preemptions") > before
     assert len(topologies) > 5 * len(reference.prompts)
 
@@ -136,9 +128,9 @@ def test_a_wrong_topology_costs_acceptance(
 ) -> None:
     """Tokens stay equal: attention, positions and the walk still use the same tree."""
     random_topologies(monkeypatch)
-    right = run(llm, reference)
+    right = acceptance(llm, reference)
     control(monkeypatch)
-    assert run(llm, reference) < 0.7 * right
+    assert acceptance(llm, reference) < 0.7 * right
 
 
 FEW_ROWS = {
@@ -173,7 +165,7 @@ def automatic(
 
     An engine of the same kind ran before. Start-up times are fixed: other tests run in parallel.
     """
-    config = {"method": "medusa", "model": random_heads, "budget": "auto"}
+    config = medusa(random_heads, budget="auto")
     learned = []  # for steps with drafts, whether they update costs
 
     def observe(each: Any, rows: int, requests: int, limit: int, ms: float, tokens: float) -> None:
@@ -220,7 +212,7 @@ def test_budgets_that_change_with_every_step(
     taken = fickle(monkeypatch, automatic)
     before = counts(automatic)
     with recorded_steps() as steps:
-        assert run(automatic, reference) > 0.3
+        assert acceptance(automatic, reference) > 0.3
     more = added(before, counts(automatic))
     assert more["medusa_nodes"] == more["spec_decode_num_draft_tokens"]
     kinds = [more[f"medusa_steps{{kind={kind}}}"] for kind in KINDS]
@@ -268,9 +260,9 @@ def test_deep_heads_are_skipped_if_unlikely(
 
     monkeypatch.setattr(PackedHeads, "__call__", spied)
     monkeypatch.setattr(runner, "MIN_SURVIVAL", 2.0)  # no draft is that likely
-    run(automatic, reference)
+    acceptance(automatic, reference)
     assert ran[-1] == (0, 2)
     ran.clear()
     monkeypatch.setattr(runner, "MIN_SURVIVAL", 0.0)
-    run(automatic, reference)
+    acceptance(automatic, reference)
     assert ran[:2] == [(0, 2), (2, 4)] and ran[-1] == (0, 4)  # all at once, as they always run

@@ -21,7 +21,7 @@ from support.eagle_runs import (
 )
 from support.engines import complete, engine, greedy, random_prompts
 from support.models import VOCAB
-from support.mtp import DEEPSEEK, ERNIE, GLM, Kind, make_case, mtp_config, save_random
+from support.mtp import DEEPSEEK, ERNIE, GLM, Kind, make_case, save_random
 from support.planted import planted
 from support.spies import mean_accepted, recorded_steps
 from vllm import LLM
@@ -40,7 +40,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 def test_chain_is_that_of_vllm(case: Case) -> None:
-    assert_chain_of_vllm(case, {"method": "mtp"}, mtp_config("chain"))
+    assert_chain_of_vllm(case, {"method": "mtp"}, {"method": "mtp", "tree": "chain"})
 
 
 MLA = {"attention_backend": "CPU_MLA", "dtype": "float32", "num_gpu_blocks_override": 70}
@@ -56,8 +56,8 @@ def test_other_modules(kind: Kind, options: dict[str, Any], tmp_path: Path) -> N
         outputs = [list(c.token_ids) for c in complete(llm, prompts, greedy(TOKENS))]
     case = Case(target, None, None, target, prompts, outputs)  # type: ignore[arg-type]
     stock = {"method": "mtp"} | {k: v for k, v in options.items() if k == "attention_backend"}
-    assert_chain_of_vllm(case, stock, mtp_config("chain"), plant=True, **options)
-    tree = mtp_config({"width": 3, "depth": 3}, budget=8)
+    assert_chain_of_vllm(case, stock, {"method": "mtp", "tree": "chain"}, plant=True, **options)
+    tree = {"method": "mtp", "tree": {"width": 3, "depth": 3}, "budget": 8}
     with (
         engine(target, tree, **options) as llm,
         planted(prompts, outputs, VOCAB),
@@ -76,7 +76,8 @@ def plain(case: Case) -> Any:
 
 @pytest.fixture(scope="module")
 def llm(case: Case, plain: Any) -> Iterator[LLM]:
-    with mixed_steps(case, mtp_config({"width": 3, "depth": 4}, budget=12)) as llm:
+    tree = {"method": "mtp", "tree": {"width": 3, "depth": 4}, "budget": 12}
+    with mixed_steps(case, tree) as llm:
         yield llm
 
 
@@ -107,12 +108,10 @@ def positions_of_slots(patch: Patch) -> None:
     """Siblings have the positions of their slots, not of their depth."""
     forward = EagleTrees._forward
 
-    def wrong(
-        self: Any, common: Any, ids: Any, positions: Any, hidden: Any, branches: Any = None
-    ) -> Any:
-        if branches is not None:
+    def wrong(self: Any, common: Any, ids: Any, positions: Any, *args: Any, **named: Any) -> Any:
+        if len(args) > 1:  # branches
             positions = positions + torch.arange(common.max_query_len).repeat(common.num_reqs)
-        return forward(self, common, ids, positions, hidden, branches)
+        return forward(self, common, ids, positions, *args, **named)
 
     patch.setattr(EagleTrees, "_forward", wrong)
 

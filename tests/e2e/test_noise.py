@@ -16,7 +16,7 @@ from support.engines import Completion, complete, engine, greedy, medusa
 from support.reference import differing
 from support.runner import ON_V2, sized
 from support.spies import mean_accepted, recorded_steps
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
 from vllm_medusa.decode import decode
 from vllm_medusa.noise import Seeds
@@ -50,10 +50,10 @@ def llm(without: float) -> Iterator[LLM]:
         yield llm
 
 
-def accepted(llm: LLM, plain: list[Completion], params: list[SamplingParams] = PARAMS) -> float:
+def accepted(llm: LLM, plain: list[Completion]) -> float:
     """Mean accepted drafts per step; tokens are plain vLLM's."""
     with recorded_steps() as steps:
-        got = complete(llm, PROMPTS, params)
+        got = complete(llm, PROMPTS, PARAMS)
     assert differing(plain, got) == []
     return mean_accepted(steps)
 
@@ -83,11 +83,10 @@ def test_other_noise_loses_the_gain_and_no_token(
     assert accepted(llm, plain) < without
 
 
-@pytest.mark.skipif(ON_V2, reason="V2's noise is a function of the position")
 def test_noise_drawn_twice_is_detected(
     llm: LLM, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If drafting advanced a request's generator, later tokens would differ."""
+    """On V1: if drafting advanced a request's generator, later tokens would differ."""
 
     def advanced(generator: torch.Generator, count: int) -> torch.Tensor:
         return torch.randint(0, 2**31, (count,), generator=generator)
@@ -103,7 +102,6 @@ def test_requests_without_a_seed_draw_independently(llm: LLM) -> None:
     assert len({completion.token_ids for completion in (*first, *second)}) == 12
 
 
-@pytest.mark.skipif(ON_V2, reason="V2's noise is not decode.py's")
 def test_accepts_what_the_oracle_accepts(llm: LLM) -> None:
     model, heads = trained_model()
     for prompt, params in list(zip(PROMPTS, PARAMS, strict=True))[:4]:

@@ -11,7 +11,7 @@ from support.engines import complete, engine, greedy, medusa, random_prompts, wo
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, differing, plain_greedy
-from support.runner import ON_V2, on_v1, sized
+from support.runner import on_v1, sized
 from support.spies import assert_reported, mean_accepted, recorded_steps, tree_rows
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -46,9 +46,7 @@ def llm(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator
 
 
 def assert_works(llm: LLM, reference: Reference) -> None:
-    with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
-        got = complete(llm, reference.prompts, greedy(TOKENS))
-    assert differing(reference.completions, got) == []
+    got, steps, _ = reference.planted_on(llm)
     assert_reported(steps, reference.prompts, got)
     assert mean_accepted(steps) > 1.2
 
@@ -66,11 +64,10 @@ def test_a_bad_request_fails_alone(llm: LLM, reference: Reference, name: str) ->
     assert_works(llm, reference)
 
 
-@pytest.mark.skipif(ON_V2, reason="V2 drafts on the device, while tokens are copied")
 def test_drafting_delays_no_token(
     llm: LLM, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The front end gets a step's tokens from `update_from_output`; drafting follows."""
+    """The front end gets a step's tokens from `update_from_output`; drafting follows, on V1."""
     core: Any = llm.llm_engine.engine_core
     order: list[str] = []
 
@@ -113,15 +110,13 @@ def test_engines_in_a_row(
     kept = copy.deepcopy(given)
     for _ in range(2):
         with recorded_steps() as steps, engine(chaotic_llama, given) as llm:
-            assert differing(reference.completions, run(llm, reference)) == []
+            got = complete(llm, reference.prompts, greedy(TOKENS))
+        assert differing(reference.completions, got) == []
         assert len(tree_rows(steps)) > len(reference.prompts)
     assert given == kept
     monkeypatch.setattr(AttentionBackendEnum, "clear_override", lambda self: None)
     with recorded_steps() as steps, engine(chaotic_llama) as llm:
         assert AttentionBackendEnum.CPU_ATTN.get_class() is TreeAttentionBackend
-        assert differing(reference.completions, run(llm, reference)) == []
+        got = complete(llm, reference.prompts, greedy(TOKENS))
+    assert differing(reference.completions, got) == []
     assert steps == []
-
-
-def run(llm: LLM, reference: Reference) -> list:
-    return complete(llm, reference.prompts, greedy(TOKENS))

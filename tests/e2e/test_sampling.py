@@ -12,10 +12,16 @@ from typing import Any
 import pytest
 from support.engines import engine, medusa, random_prompts, stop
 from support.models import VOCAB
-from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
-from support.planted import planted_by_seed
+from support.outcomes import (
+    Outcome,
+    assert_same,
+    assert_same_with_trees,
+    outcomes,
+    seeded,
+    steady_outcomes,
+)
 from support.runner import sized
-from support.spies import mean_accepted, recorded_steps
+from support.spies import mean_accepted
 from support.spies import mixed as both_in_one
 from vllm import LLM, SamplingParams
 
@@ -97,16 +103,12 @@ def test_the_cases_have_an_effect(plain: dict[str, list[Outcome]]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_seeded(llm: LLM, plain: dict[str, list[Outcome]], name: str) -> None:
-    with planted_by_seed(by_seed(plain[name]), VOCAB), recorded_steps() as steps:
-        got = outcomes(llm, PROMPTS, requests(name))
-    assert_same(plain[name], got)
+    steps = assert_same_with_trees(llm, plain[name], PROMPTS, requests(name))
     assert mean_accepted(steps) > 1.2
 
 
 def test_all_kinds_in_one_batch(llm: LLM, plain: dict[str, list[Outcome]]) -> None:
-    with planted_by_seed(by_seed(plain["mixed"]), VOCAB), recorded_steps() as steps:
-        got = outcomes(llm, *mixed())
-    assert_same(plain["mixed"], got)
+    steps = assert_same_with_trees(llm, plain["mixed"], *mixed())
     assert mean_accepted(steps) > sized(1.2, 0.9)
     assert max(map(len, steps)) == min(32, len(plain["mixed"]))
 
@@ -114,9 +116,8 @@ def test_all_kinds_in_one_batch(llm: LLM, plain: dict[str, list[Outcome]]) -> No
 def test_bad_words(llm: LLM, plain: dict[str, list[Outcome]]) -> None:
     """Bad words of several tokens, the first of which are drafts."""
     assert all(a.tokens != b.tokens for a, b in zip(plain["t1"], plain["bad_words"], strict=True))
-    with planted_by_seed(by_seed(plain["bad_words"]), VOCAB, miss=0.0), recorded_steps() as steps:
-        got = outcomes(llm, PROMPTS, bad_words(plain["t1"]))
-    assert_same(plain["bad_words"], got)
+    given = PROMPTS, bad_words(plain["t1"])
+    steps = assert_same_with_trees(llm, plain["bad_words"], *given, miss=0.0)
     assert mean_accepted(steps) > 1.2
 
 
@@ -136,12 +137,7 @@ def test_seeds_survive_chunked_prefill(
     """Plain vLLM crashes here ("CPU Generator does not use offset"); we match its unchunked run."""
     stop(llm)
     changes = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "enable_chunked_prefill": True}
-    with (
-        engine(chaotic_llama, medusa(random_heads, TREE), **changes) as chunked,
-        planted_by_seed(by_seed(plain["mixed"]), VOCAB),
-        recorded_steps() as steps,
-    ):
-        got = outcomes(chunked, *mixed())
-    assert_same(plain["mixed"], got)
+    with engine(chaotic_llama, medusa(random_heads, TREE), **changes) as chunked:
+        steps = assert_same_with_trees(chunked, plain["mixed"], *mixed())
     assert sum(row.is_partial_prefill for step in steps for row in step) > 20
     assert len(both_in_one(steps)) > 20

@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.assets import HEADS, TARGET, VOCAB, code_prompts, tokenizer
+from support.assets import HEADS, TARGET, code_prompts, tokenizer
 from support.budgets import fickle, policy_of, scheduler_of
 from support.engines import complete, engine, medusa
-from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
-from support.planted import planted_by_seed
+from support.outcomes import (
+    Outcome,
+    assert_same,
+    assert_same_with_trees,
+    outcomes,
+    seeded,
+    steady_outcomes,
+)
 from support.spies import mean_accepted, recorded_steps
 from vllm import LLM, SamplingParams
 from vllm.config.reasoning import ReasoningConfig
@@ -151,22 +157,10 @@ def assert_valid(results: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in cases() if name not in FOLLOWED])
-def test_trained_heads(
-    llm: LLM, plain: dict[str, list[Outcome]], prompts: list[list[int]], name: str
-) -> None:
-    with recorded_steps() as steps:
-        got = outcomes(llm, prompts, cases()[name])
-    assert_same(plain[name], got)
-    assert mean_accepted(steps) > 0.1
-
-
-@pytest.mark.parametrize("name", ["banned", "greedy_banned", "penalized", "thinking"])
 def test_planted(
     llm: LLM, plain: dict[str, list[Outcome]], prompts: list[list[int]], name: str
 ) -> None:
-    with planted_by_seed(by_seed(plain[name]), VOCAB), recorded_steps() as steps:
-        got = outcomes(llm, prompts, cases()[name])
-    assert_same(plain[name], got)
+    steps = assert_same_with_trees(llm, plain[name], prompts, cases()[name])
     assert mean_accepted(steps) > 1.0
 
 

@@ -81,7 +81,7 @@ def offline() -> dict[str, list[Answer]]:
 class Server:
     url: str
     client: Any
-    process: psutil.Process
+    process: psutil.Popen
 
     def metric(self, name: str) -> list[float]:
         """The values of a metric, one per label set."""
@@ -113,7 +113,7 @@ def arguments(port: int, folder: Path) -> list[str]:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+def serving(folder: Path) -> Iterator[Server]:
     port = free_port()
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -121,25 +121,25 @@ def serving(folder: Path) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"
     command = [sys.executable, "-m", "vllm_medusa.cli", "serve", *arguments(port, folder)]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
+        process = psutil.Popen(
             command, stdout=log, stderr=log, env=environment, start_new_session=True
         )
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_up(process, url, folder / "log")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0)
-        yield Server(url, client, psutil.Process(process.pid)), process
+        yield Server(url, client, process)
     finally:
         stop_group(process)
 
 
 @pytest.fixture(scope="module")
 def server(offline: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server")) as (server, _):
+    with serving(tmp_path_factory.mktemp("server")) as server:
         yield server
 
 
-def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait_until_up(process: psutil.Popen, url: str, log: Path) -> None:
     end = time.monotonic() + START_UP_S
     while time.monotonic() < end:
         assert process.poll() is None, f"the server ended:\n{log.read_text()[-4000:]}"
@@ -151,10 +151,10 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None
     raise AssertionError(f"not up after {START_UP_S} s:\n{log.read_text()[-4000:]}")
 
 
-def stop_group(process: subprocess.Popen[bytes]) -> None:
+def stop_group(process: psutil.Popen) -> None:
     """End the server, then the remaining processes of its group."""
-    process.send_signal(signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
+    with suppress(psutil.Error):
+        process.terminate()
         process.wait(60)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # it is a session leader
@@ -285,8 +285,8 @@ def test_metrics_count_drafts(server: Server) -> None:
     assert server.metric("medusa_budget_nodes") == [0]  # no drafts are needed for the last tokens
 
 
-def idle(server: Server, seconds: float = 120) -> bool:
-    end = time.monotonic() + seconds
+def idle(server: Server) -> bool:
+    end = time.monotonic() + 120
     while time.monotonic() < end:
         if not sum(server.metric("num_requests_running") + server.metric("num_requests_waiting")):
             return True
@@ -294,9 +294,9 @@ def idle(server: Server, seconds: float = 120) -> bool:
     return False
 
 
-def stream_of_many(server: Server, prompt: str, tokens: int = 900) -> Any:
+def stream_of_many(server: Server, prompt: str) -> Any:
     return server.client.completions.create(
-        model="demo", prompt=prompt, temperature=0, max_tokens=tokens, stream=True,
+        model="demo", prompt=prompt, temperature=0, max_tokens=900, stream=True,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
 
@@ -350,7 +350,7 @@ def test_refusals_have_no_traceback(
 
 def test_a_killed_engine_ends_all(tmp_path: Path) -> None:
     """During streams: open requests fail, the server exits with a status, no process remains."""
-    with serving(tmp_path) as (server, process):
+    with serving(tmp_path) as server:
         engine = max(server.process.children(), key=lambda child: child.memory_info().rss)
         streams = [iter(stream_of_many(server, prompts()[0]))]
         next(streams[0])
@@ -369,8 +369,8 @@ def test_a_killed_engine_ends_all(tmp_path: Path) -> None:
                     pass
         with pytest.raises(openai.APIError, match=r"EngineCore|Connection"):  # ends immediately
             server.client.completions.create(model="demo", prompt="def")
-        assert process.wait(120) == 1
-        assert psutil.wait_procs(of_session(process.pid), timeout=120)[1] == []
+        assert server.process.wait(120) == 1
+        assert psutil.wait_procs(of_session(server.process.pid), timeout=120)[1] == []
 
 
 def test_sigterm_amid_streams_ends_all(server: Server) -> None:

@@ -19,47 +19,11 @@ TESTS = Path(__file__).parents[1]
 VARIABLE = "VLLM_MEDUSA_TEST_VLLM_033"
 
 
-def python_files_of_033() -> Path | None:
-    setting = os.environ.get(VARIABLE)
-    if setting is None:
-        return None
-    if not (Path(setting) / "vllm" / "_version.py").is_file():
-        pytest.fail(f"{VARIABLE} is {setting}, which holds no vLLM: no vllm/_version.py")
-    return Path(setting)
-
-
-def installed() -> Path:
-    """The folder that contains the installed package, found without importing it."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.origin is not None, "vLLM is not installed"
-    return Path(spec.origin).parents[1]
-
-
-def build(python_files: Path, folder: Path, version: str = "0.33.0+cpu") -> dict[str, str]:
-    """Overlay 0.33 on the installed kernels in ``folder``; returns the variables that select it.
-
-    The ``+cpu`` in the version tells vLLM for which platform it was built.
-    """
-    package = folder / "vllm"
-    package.mkdir()
-    for entry in (python_files / "vllm").iterdir():
-        if entry.suffix != ".so" and entry.name != "__pycache__":
-            (package / entry.name).symlink_to(entry)
-    for kernels in (installed() / "vllm").glob("*.so"):
-        (package / kernels.name).symlink_to(kernels)
-    info = folder / f"vllm-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    given = filter(None, [os.environ.get("PYTHONPATH")])
-    path = os.pathsep.join([str(folder), str(TESTS), str(TESTS.parent), *given])
-    return {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-
-
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
-        python_files_of_033() is None,
+        VARIABLE not in os.environ,
         reason=f"{VARIABLE} does not point to the Python files of vLLM 0.33",
     ),
 ]
@@ -67,9 +31,26 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    files = python_files_of_033()
-    assert files is not None
-    return build(files, tmp_path_factory.mktemp("vllm033"))
+    """Variables that select an overlay of 0.33 on the installed kernels."""
+    python_files, folder = Path(os.environ[VARIABLE]) / "vllm", tmp_path_factory.mktemp("vllm033")
+    if not (python_files / "_version.py").is_file():
+        pytest.fail(f"{VARIABLE}: {python_files} holds no vLLM: no _version.py")
+    spec = importlib.util.find_spec("vllm")  # does not import it
+    assert spec is not None and spec.origin is not None, "vLLM is not installed"
+    package = folder / "vllm"
+    package.mkdir()
+    for entry in python_files.iterdir():
+        if entry.suffix != ".so" and entry.name != "__pycache__":
+            (package / entry.name).symlink_to(entry)
+    for kernels in Path(spec.origin).parent.glob("*.so"):
+        (package / kernels.name).symlink_to(kernels)
+    version = "0.33.0+cpu"  # tells vLLM for which platform it was built
+    info = folder / f"vllm-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join([str(folder), str(TESTS), str(TESTS.parent), *given])
+    return {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 @pytest.mark.parametrize(

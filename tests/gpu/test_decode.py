@@ -41,12 +41,12 @@ class Uncompacted(Decoder):
         target_verdict(self.trees, self.tokens, self.chosen, out=self.verdict)
 
 
-def fitted_heads(hidden: Tensor, texts: list[list[int]], vocab: int, count: int = 3) -> HeadLogits:
-    """Heads fitted to these texts: least squares from the hidden states that produced them.
+def fitted_heads(hidden: Tensor, texts: list[list[int]], vocab: int) -> HeadLogits:
+    """Three heads fitted to these texts: least squares from the hidden states that produced them.
 
     ``hidden`` is [T, B, H], of the position that produced token t of each text.
     """
-    length = len(hidden) - count
+    count, length = 3, len(hidden) - 3
     states = hidden[:length].flatten(0, 1).double().cpu()  # [S, H]
     tokens = torch.tensor(texts).T  # [T, B]
     future = torch.stack([tokens[h + 1 : h + 1 + length] for h in range(count)])  # [K, T, B]

@@ -5,12 +5,10 @@ import torch
 
 vllm_platforms = pytest.importorskip("vllm.platforms")
 
-from support.attention import gather_tokens, visible_keys  # noqa: E402
-from support.in_torch import attention_reference  # noqa: E402
-from support.paged_trees import random_tree_batch  # noqa: E402
+from support.attention import gather_tokens  # noqa: E402
+from support.paged_trees import make_case  # noqa: E402
 
-from vllm_medusa.scorer.cpu import plan_trees, tree_attention  # noqa: E402
-from vllm_medusa.scorer.layout import CacheLayout  # noqa: E402
+from vllm_medusa.scorer.cpu import tree_attention  # noqa: E402
 
 if not vllm_platforms.current_platform.is_cpu():
     pytest.skip("needs a CPU build of vLLM", allow_module_level=True)
@@ -54,94 +52,68 @@ def halves(kv_cache):
     return kv_cache.view(blocks, heads, 2 * block, width // 2).chunk(2, dim=2)
 
 
-def store(kv_cache, isa, keys, values, slots):
-    ops.cpu_attn_reshape_and_cache(keys, values, *halves(kv_cache), slots, isa)
-
-
 @pytest.mark.parametrize(("isa", "dtype", "dim", "block"), LAYOUTS)
 def test_tokens_are_found_in_vllm_s_slots(isa, dtype, dim, block):
     kv_cache = torch.full((3, 2, block, 2 * dim), float("nan"), dtype=dtype)
     slots = torch.randperm(3 * block)[: block + 5]
     keys, values = torch.randn(2, len(slots), 2, dim).to(dtype)
-    store(kv_cache, isa, keys, values, slots)
+    ops.cpu_attn_reshape_and_cache(keys, values, *halves(kv_cache), slots, isa)
     found = gather_tokens(kv_cache, isa, slots)
     assert torch.equal(found[0], keys)
     assert torch.equal(found[1], values)
 
 
-def run_both(
-    dtype, isa, sizes, bases, *, heads=(4, 2), dim=64, window=None, softcap=0.0, sinks=None
-):
+def run_both(dtype, isa, sizes, bases, **options):
     """Chains with the stock kernel and with ours, and the fp64 reference."""
-    block = 32
-    generator = torch.Generator().manual_seed(sum(sizes) + sum(bases))
-    tree = random_tree_batch(sizes, generator, "chain")
-    lens = [c + n for c, n in zip(bases, sizes, strict=True)]
-    count = -(-max(lens) // block)
-    exact = torch.zeros(sum(sizes), heads[0], dim, dtype=torch.float64)
-    stored = []
-    table = torch.randperm(len(sizes) * count, generator=generator).to(torch.int32)
-    table = table.view(len(sizes), count)
-    kv_cache = torch.zeros(len(sizes) * count, heads[1], block, 2 * dim, dtype=dtype)
-    for b, length in enumerate(lens):
-        index = torch.arange(length)
-        slots = table[b, index // block].long() * block + index % block
-        tokens = torch.randn(2, length, heads[1], dim, generator=generator).to(dtype)
-        store(kv_cache, isa, tokens[0], tokens[1], slots)
-        stored.append(tokens)
-    query = torch.randn(sum(sizes), heads[0], dim, generator=generator).to(dtype)
-    layout = CacheLayout.of(kv_cache, isa)
-    meta = plan_trees(tree, torch.tensor(bases), table, layout, heads[0], window)
+    options = {"heads": (4, 2), "dim": 64, "block": 32, "dtype": dtype, "isa": isa} | options
+    case = make_case(sizes, bases, shape="chain", **options)
+    query, given = case.query.contiguous(), case.paged.options
+    softcap, sinks, window = given["softcap"], given["sinks"], given["window"]
     truncate = kernel_truncates()
-    ours = tree_attention(query, kv_cache, meta, dim**-0.5, softcap, sinks, truncate=truncate)
-    for b, (n, c) in enumerate(zip(sizes, bases, strict=True)):
-        rows = slice(sum(sizes[:b]), sum(sizes[: b + 1]))
-        seen = visible_keys(c, range(-1, n - 1), window)
-        exact[rows] = attention_reference(query[rows], *stored[b], seen, dim**-0.5, softcap, sinks)
-
-    starts = tree.cu_num_nodes.to(torch.int32)
-    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    ours = tree_attention(
+        query, case.kv_cache, case.meta, case.scale, softcap, sinks, truncate=truncate
+    )
+    shared = {
+        "query_start_loc": case.paged.batch.cu_query_lens,
+        "seq_lens": case.paged.batch.seq_lens,
+        "causal": True,
+    }
     plan = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(sizes),
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=dim,
-        seq_lens=seq_lens,
+        num_heads=query.shape[1],
+        num_kv_heads=case.kv_cache.shape[1],
+        head_dim=query.shape[2],
         dtype=dtype,
-        query_start_loc=starts,
-        causal=True,
         sliding_window_size=window or -1,
         isa=isa,
         enable_kv_split=True,
+        **shared,
     )
     stock = torch.empty_like(query)
+    keys, values = halves(case.kv_cache.nan_to_num())  # it multiplies unused slots by 0
     ops.cpu_attention_with_kv_cache(
         query=query,
-        key_cache=halves(kv_cache)[0],
-        value_cache=halves(kv_cache)[1],
+        key_cache=keys,
+        value_cache=values,
         output=stock,
-        query_start_loc=starts,
-        seq_lens=seq_lens,
-        scale=dim**-0.5,
-        causal=True,
+        scale=case.scale,
         alibi_slopes=None,
         sliding_window=window or -1,
-        block_table=table,
+        block_table=case.block_table,
         softcap=softcap,
         scheduler_metadata=plan,
         s_aux=sinks,
+        **shared,
     )
-    return ours, stock, exact
+    return ours, stock, case.paged.expected()
 
 
 @pytest.mark.parametrize("isa", ["vec", "vec16"])
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(0.0, False), (3.0, False), (0.0, True)])
 def test_a_chain_equals_the_stock_kernel(isa, window, softcap, with_sinks):
-    sinks = torch.linspace(-2, 3, 4) if with_sinks else None
-    ours, stock, exact = run_both(
-        torch.float32, isa, [9, 1, 64], [100, 31, 0], window=window, softcap=softcap, sinks=sinks
-    )
+    options = {"window": window, "softcap": softcap, "sinks": with_sinks}
+    ours, stock, exact = run_both(torch.float32, isa, [9, 1, 64], [100, 31, 0], **options)
     assert (ours.double() - exact).abs().max() < 1e-5
     # the stock kernel computes softcaps with a fast tanh or exp
     assert (ours - stock).abs().max() < (1e-3 if softcap else 2e-5)

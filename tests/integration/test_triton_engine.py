@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from support.engines import complete, engine, greedy, medusa, metric, random_prompts, worker_of
 from support.models import VOCAB, save_model
 from support.planted import planted, random_topologies
-from support.reference import Reference, assert_chaotic, differing, plain_greedy
+from support.reference import Reference, assert_chaotic, plain_greedy
 from support.runner import ON_V2, on_v1
-from support.spies import Step, mean_accepted, mixed, recorded_steps
+from support.spies import mean_accepted, mixed
 from vllm import LLM
 
 if ON_V2:
@@ -112,10 +112,8 @@ def check_warm_up(worker: Any) -> None:
 class Cases:
     architecture: str
     window: int | None = None
+    trees: ClassVar[dict[str, Any]]
     lengths: tuple[int, ...]  # prompt lengths
-
-    def config(self, heads: str) -> dict[str, Any]:
-        return medusa(heads, TREE)
 
     @pytest.fixture(scope="class")
     def setting(self, tmp_path_factory: pytest.TempPathFactory) -> Setting:
@@ -137,32 +135,22 @@ class Cases:
         with (
             rules_in_triton(),
             triton_attention_on_cpu(),
-            engine(setting[0], self.config(random_heads), **SMALL) as llm,
+            engine(setting[0], medusa(random_heads, **self.trees), **SMALL) as llm,
         ):
             check_warm_up(worker_of(llm))
             yield llm
 
-    def test_same_tokens(self, llm: LLM, setting: Setting, attended: Attended) -> None:
-        _, reference = setting
-        with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
-            got = complete(llm, reference.prompts, greedy(TOKENS))
-        assert differing(reference.completions, got) == []
-        assert mean_accepted(steps) > 1.0
-        assert attended.windows == {self.window}
-        self.check_steps(steps, attended)
-
-    def check_steps(self, steps: list[Step], attended: Attended) -> None:
-        """Check that the steps under test occurred."""
-        assert any(batch.num_splits > 1 for batch in attended.batches)
-
 
 class TestLlama(Cases):
     architecture = "Llama"
+    trees: ClassVar = {"tree": TREE}
     lengths = (LONGEST, LONGEST, LONGEST, 40, 30)  # some grow to max_model_len
 
-    def check_steps(self, steps: list[Step], attended: Attended) -> None:
-        super().check_steps(steps, attended)
-        assert any(batch.num_splits == 1 for batch in attended.batches)
+    def test_same_tokens(self, llm: LLM, setting: Setting, attended: Attended) -> None:
+        _, steps, _ = setting[1].planted_on(llm)
+        assert mean_accepted(steps) > 1.0
+        assert attended.windows == {None}
+        assert {batch.num_splits > 1 for batch in attended.batches} == {False, True}
         assert mixed(steps), "no step mixed trees with prefill"
         assert any(
             any(row.is_tree for row in step)
@@ -204,15 +192,12 @@ class TestMistral(Cases):
 
     architecture = "Mistral"
     window = 24
+    trees: ClassVar = {"budget": len(TREE)}
     lengths = (45, 30)
 
-    def config(self, heads: str) -> dict[str, Any]:
-        return {"method": "medusa", "model": heads, "budget": len(TREE)}
-
-    def test_same_tokens(  # type: ignore[override]
+    def test_same_tokens(
         self, llm: LLM, setting: Setting, attended: Attended, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        _, reference = setting
         random_topologies(monkeypatch)
         depths = set()
         write = cuda_metadata._Trees.write
@@ -222,8 +207,6 @@ class TestMistral(Cases):
             depths.update(map(tuple, trees.buffers.depths[: tree.batch_size].tolist()))
 
         monkeypatch.setattr(cuda_metadata._Trees, "write", spy)
-        with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
-            got = complete(llm, reference.prompts, greedy(TOKENS))
-        assert differing(reference.completions, got) == []
+        _, steps, _ = setting[1].planted_on(llm)
         assert mean_accepted(steps) > 0.5 and len(depths) > 10
         assert attended.windows == {self.window}

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 GENERATIONS = (80, 90, 100)  # A100, H100, B200
 
 
@@ -47,18 +49,14 @@ def compiling(capability: int) -> Iterator[dict[str, Any]]:
         compiled[self.fn.__name__] = kernel
         return kernel
 
-    before = driver._active
-    driver.set_active(_Driver(capability))
-    JITFunction.run = compile_only
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", _Driver(capability))
+        patch.setattr(JITFunction, "run", compile_only)
         yield compiled
-    finally:
-        JITFunction.run = run
-        driver._active = before
 
 
 @contextmanager
-def needed(capability: int = 90) -> Iterator[set[tuple[str, str]]]:
+def needed() -> Iterator[set[tuple[str, str]]]:
     """Launches do nothing; yields the kernels that would be compiled: name and key."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -68,13 +66,9 @@ def needed(capability: int = 90) -> Iterator[set[tuple[str, str]]]:
     def note(self: Any, key: str, *args: Any) -> None:
         keys.add((self.fn.__name__, key))
 
-    before, compile_it = driver._active, JITFunction._do_compile
-    active = _Driver(capability)
-    active.device = -capability  # for which nothing has been compiled
-    driver.set_active(active)
-    JITFunction._do_compile = note
-    try:
+    active = _Driver(GENERATIONS[1])
+    active.device = -1  # for which nothing has been compiled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", active)
+        patch.setattr(JITFunction, "_do_compile", note)
         yield keys
-    finally:
-        JITFunction._do_compile = compile_it
-        driver._active = before

@@ -35,10 +35,8 @@ class Layer(nn.Module):
         super().__init__()
         self.heads, self.key_heads, self.head_size = heads, key_heads, head_size
         if inputs is None:
-            self.input_layernorm, self.hidden_norm = (
-                nn.RMSNorm(hidden, 1e-6),
-                nn.RMSNorm(hidden, 1e-6),
-            )
+            self.input_layernorm = nn.RMSNorm(hidden, 1e-6)
+            self.hidden_norm = nn.RMSNorm(hidden, 1e-6)
         inputs = inputs or 2 * hidden
         self.post_attention_layernorm = nn.RMSNorm(hidden, 1e-6)
 
@@ -133,13 +131,12 @@ class Eagle3(nn.Module):
     def load(cls, folder: Path, model: Any) -> Eagle3:
         """Stored weights in SafeAILab's names, with the default head sizes."""
         tensors = load_file(folder / "model.safetensors")
-        layers = json.loads((folder / "config.json").read_text())[
-            "eagle_aux_hidden_state_layer_ids"
-        ]
+        config = json.loads((folder / "config.json").read_text())
         ids = tensors.pop("d2t")
         ids = ids + torch.arange(len(ids))
         known = torch.zeros(len(tensors["t2d"]), dtype=torch.bool).index_fill(0, ids, True)
         assert torch.equal(known, tensors.pop("t2d"))
+        layers = config["eagle_aux_hidden_state_layer_ids"]
         drafter = cls(model.get_input_embeddings().weight, ids, layers)
         if any(name.startswith("fc_norm.") for name in tensors):
             drafter.add_norms()
@@ -198,10 +195,7 @@ class Eagle3(nn.Module):
         Returns normed and unnormed states, and the step's keys and values.
         """
         layer, length = self.midlayer, tokens.shape[1]
-        embeds = layer.input_layernorm(self.embedding[tokens])
-        normed = layer.hidden_norm(states)
-        x = torch.cat([embeds, normed], -1)
-        states = normed if self.norm_before_residual else states
+        x, residual = self.inputs(tokens, states)
         query, key, value = layer.keys(x, torch.arange(length) / self.rope_factor)
         if seen is None:
             seen = torch.ones(length, length, dtype=torch.bool).tril()
@@ -209,10 +203,21 @@ class Eagle3(nn.Module):
                 seen = seen.triu(1 - self.window)
         keys = torch.cat([*(part[0] for part in past), key], 2)
         values = torch.cat([*(part[1] for part in past), value], 2)
-        states = states + layer.attend(query, keys, values, seen)
+        states = residual + layer.attend(query, keys, values, seen)
         states = states + layer.feed(layer.post_attention_layernorm(states))
+        return *self.outputs(states), (key, value)
+
+    def inputs(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's input [B, T, 2H] and residual [B, T, H]."""
+        embeds = self.midlayer.input_layernorm(self.embedding[tokens])
+        normed = self.midlayer.hidden_norm(states)
+        residual = normed if self.norm_before_residual else states
+        return torch.cat([embeds, normed], -1), residual
+
+    def outputs(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of the LM head and the next step's state, from the layer's output."""
         normed = self.norm(states)
-        return normed, normed if self.norm_output else states, (key, value)
+        return normed, normed if self.norm_output else states
 
     @torch.no_grad()
     def dense(self, tokens: Tensor, features: Tensor, path: Sequence[int]) -> tuple[Tensor, Any]:
@@ -303,17 +308,12 @@ class Eagle1(Eagle3):
     def features(self, model: Any, ids: Tensor) -> Tensor:
         return model.model(ids).last_hidden_state.detach()
 
-    def step(
-        self, tokens: Tensor, states: Tensor, past: Any = (), seen: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Any]:
-        layer, length = self.layer, tokens.shape[1]
-        assert not past and seen is None
+    def inputs(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         x = self.fc(torch.cat([self.embedding[tokens], states], -1))
-        query, key, value = layer.keys(x, torch.arange(length))
-        causal = torch.ones(length, length, dtype=torch.bool).tril()
-        states = x + layer.attend(query, key, value, causal)
-        states = states + layer.feed(layer.post_attention_layernorm(states))
-        return states, states, (key, value)
+        return x, x
+
+    def outputs(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        return states, states
 
     def save(self, folder: Path, **changes: Any) -> str:
         """Write SafeAILab's layout of EAGLE-1."""

@@ -31,7 +31,7 @@ from vllm_medusa.budget.policy import FixedBudget
 from vllm_medusa.integration.drafters.eagle_trees import PendingTokens
 
 LAYERS = (1, 2, 3)
-LEARNED, TOKENS = 12, 32
+PROMPT, TOKENS = 8, 32  # lengths of the texts that drafters learn
 
 
 @dataclass
@@ -44,16 +44,24 @@ class Case:
     outputs: list[list[int]]
 
 
-def make_case(folder: Path) -> Case:
-    target = save_model(folder / "target", "Llama", eos_token_id=list(STOPS), num_hidden_layers=4)
+def learned_texts(
+    folder: Path, architecture: str, **settings: Any
+) -> tuple[str, Any, list[Prompt], torch.Tensor]:
+    """Save a chaotic target; returns it twice, and prompts with their greedy outputs [N, T]."""
+    target = save_model(folder / "target", architecture, eos_token_id=list(STOPS), **settings)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    prompts = random_prompts(LEARNED, VOCAB, shortest=8, longest=8)
+    prompts = random_prompts(12, VOCAB, shortest=PROMPT, longest=PROMPT)
     texts = model.generate(
         torch.tensor(prompts), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
     )
+    return target, model, prompts, texts
+
+
+def make_case(folder: Path) -> Case:
+    target, model, prompts, texts = learned_texts(folder, "Llama", num_hidden_layers=4)
     made = folder / "drafter"
-    drafter = trained_drafter(target, model, texts, 8, LAYERS, made, draft_vocab=200, depth=2)
-    return Case(target, model, drafter, str(made), prompts, texts[:, 8:].tolist())
+    drafter = trained_drafter(target, model, texts, PROMPT, LAYERS, made, draft_vocab=200, depth=2)
+    return Case(target, model, drafter, str(made), prompts, texts[:, PROMPT:].tolist())
 
 
 def eagle_config(case: Case, tree: Any, **options: Any) -> dict[str, Any]:

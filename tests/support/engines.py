@@ -91,7 +91,7 @@ def engine(
         stop(llm)
 
 
-def medusa(heads: str, tree: Any, **options: Any) -> dict[str, Any]:
+def medusa(heads: str, tree: Any = None, **options: Any) -> dict[str, Any]:
     return {"method": "medusa", "model": heads, "tree": tree, **options}
 
 

@@ -42,7 +42,6 @@ def soften(model: Any) -> None:
         layer.self_attn.kv_a_layernorm.weight.fill_(0.35)
 
 
-def save_deepseek(folder: Path, architecture: str = "DeepseekV2", **changes: Any) -> str:
+def save_deepseek(folder: Path) -> str:
     """Save the model; returns its path."""
-    settings = SHAPE | {"eos_token_id": list(STOPS)} | changes
-    return save_model(folder, architecture, tune=soften, **settings)
+    return save_model(folder, "DeepseekV2", tune=soften, eos_token_id=list(STOPS), **SHAPE)

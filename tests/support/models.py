@@ -81,15 +81,14 @@ def save_config(
 
 def save_random_heads(
     folder: Path,
-    num_heads: int = 4,
     hidden: int = HIDDEN,
     vocab: int = VOCAB,
     std: float = 0.05,
     **options: Any,
 ) -> str:
-    """Save heads with random weights, which by default share the target's LM head."""
+    """Save four heads with random weights, which by default share the target's LM head."""
     torch.manual_seed(1)
-    heads = MedusaHeads(num_heads, 1, hidden, vocab, **{"num_lm_heads": 0} | options)
+    heads = MedusaHeads(4, 1, hidden, vocab, **{"num_lm_heads": 0} | options)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(std=std)
@@ -101,25 +100,22 @@ def save_fitted_heads(
     folder: Path,
     states: torch.Tensor,  # [M, H], the target's last hidden states; M below H
     futures: Sequence[Sequence[int]],  # M x K: the token that head h should predict for each state
-    vocab: int = VOCAB,
-    worst_rank: int = 3,
 ) -> str:
     """Save real heads that memorized ``futures``, each token at a random rank.
 
     Each head is a solved LM head: fewer states than channels can be fitted exactly. A token of
-    rank r (0 = best, up to ``worst_rank``) follows r random ones. For other states such
-    heads are random.
+    rank r (0 = best, up to 3) follows r random ones. For other states such heads are random.
     """
     count, num_heads = len(futures), len(futures[0])
     assert count < states.shape[1], "more states than channels can't be fitted"
-    heads = MedusaHeads(num_heads, 1, states.shape[1], vocab)
+    heads = MedusaHeads(num_heads, 1, states.shape[1], VOCAB)
     generator = torch.Generator().manual_seed(2)
     weight = heads.lm_head_weight
     assert weight is not None
     for head in range(num_heads):
         token = torch.tensor([future[head] for future in futures])
         with torch.no_grad():
-            weight[head].copy_(fitted_lm_head(states, token, vocab, worst_rank, generator))
+            weight[head].copy_(fitted_lm_head(states, token, VOCAB, 3, generator))
     save_heads(folder, heads)
     return str(folder)
 

@@ -12,13 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
 from support import mla
 from support.eagle import Eagle1, features_of
-from support.eagle_runs import LEARNED, TOKENS, Case
-from support.engines import random_prompts
-from support.models import COMMON, STOPS, VOCAB, save_model
+from support.eagle_runs import PROMPT, Case, learned_texts
+from support.models import COMMON, STOPS, save_model
 
 LAYERS = 3
 # vLLM's Qwen2 layers have heads of hidden size / heads channels
@@ -46,30 +44,24 @@ class Mtp(Eagle1):
         """The target's last state before its final norm: int64 [B, T] -> [B, T, H]."""
         return features_of(model, ids, [len(model.model.layers)])[0]
 
-    def step(
-        self, tokens: Tensor, states: Tensor, past: Any = (), seen: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Any]:
-        layer, positions = self.layer, torch.arange(tokens.shape[1])
+    def inputs(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(tokens.shape[1])
         embeds = self.embedding[tokens] * (positions > 0)[:, None]  # nothing at position 0
         x = self.fc(torch.cat([self.hidden_layernorm(states), self.token_layernorm(embeds)], -1))
-        query, key, value = layer.keys(layer.input_layernorm(x), positions)
-        if seen is None:
-            seen = torch.ones(len(positions), len(positions), dtype=torch.bool).tril()
-        keys = torch.cat([*(part[0] for part in past), key], 2)
-        values = torch.cat([*(part[1] for part in past), value], 2)
-        x = x + layer.attend(query, keys, values, seen)
-        x = x + layer.feed(layer.post_attention_layernorm(x))
-        normed = self.final_layernorm(x)
-        return normed, normed, (key, value)
+        return self.layer.input_layernorm(x), x
 
-    def fit(self, model: Any, texts: Tensor, steps: int = 250) -> None:
+    def outputs(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.final_layernorm(states)
+        return normed, normed
+
+    def fit(self, model: Any, texts: Tensor) -> None:
         """Memorize texts, int64 [N, T], for two levels."""
         features, length = self.features(model, texts)[:, :-1], texts.shape[1] - 1
         ones = torch.ones(length, length, dtype=torch.bool)
         seen = torch.cat([ones.tril(-1), torch.eye(length, dtype=torch.bool)], 1)  # level 2
         free = [p for name, p in self.named_parameters() if name != "lm_head.weight"]
         optimizer = torch.optim.Adam(free, 4e-3)
-        for _ in range(steps):
+        for _ in range(250):
             first, _, cache = self.step(texts[:, 1:], features)
             second, _, _ = self.step(texts[:, 1:], first.roll(1, 1), (cache,), seen)
             states = torch.cat([first[:, :-1], second[:, 1:-1]], 1)
@@ -100,19 +92,14 @@ def add_module(target: Path, own: dict[str, Tensor], **changes: Any) -> None:
 
 def make_case(folder: Path) -> Case:
     """A chaotic target whose MTP module memorized some of its greedy outputs."""
-    target = save_model(
-        folder / "target", "Qwen2", eos_token_id=list(STOPS), num_hidden_layers=LAYERS, **SHAPE
-    )
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    prompts = random_prompts(LEARNED, VOCAB, shortest=8, longest=8)
-    texts = model.generate(
-        torch.tensor(prompts), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
+    target, model, prompts, texts = learned_texts(
+        folder, "Qwen2", num_hidden_layers=LAYERS, **SHAPE
     )
     torch.manual_seed(1)
     drafter = Mtp(model)
     drafter.fit(model, texts)
     drafter.add_to(folder / "target")
-    return Case(target, model, drafter, target, prompts, texts[:, 8:].tolist())
+    return Case(target, model, drafter, target, prompts, texts[:, PROMPT:].tolist())
 
 
 @dataclass(frozen=True)
@@ -191,7 +178,3 @@ def save_random(folder: Path, kind: Kind) -> str:
     }
     add_module(folder, own)
     return target
-
-
-def mtp_config(tree: Any, **options: Any) -> dict[str, Any]:
-    return {"method": "mtp", "tree": tree, **options}

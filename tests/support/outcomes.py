@@ -15,7 +15,9 @@ from vllm.v1.sample.sampler import Sampler
 
 from support.engines import Completion, Prompt, completion_of, generate, random_prompts
 from support.models import VOCAB
+from support.planted import planted_by_seed
 from support.runner import ON_V2, sized
+from support.spies import Step, recorded_steps
 
 if ON_V2:
     from vllm.v1.worker import cpu_worker  # noqa: F401  before any V2 module
@@ -56,6 +58,16 @@ def outcomes(
         for result, param in zip(results, params, strict=True)
         for number, output in enumerate(result.outputs)
     ]
+
+
+def assert_same_with_trees(
+    llm: LLM, expected: Sequence[Outcome], *given: Any, miss: float = 0.1
+) -> list[Step]:
+    """`outcomes` with the expected tokens planted as drafts must be the same; returns the steps."""
+    with planted_by_seed(by_seed(expected), VOCAB, miss=miss), recorded_steps() as steps:
+        got = outcomes(llm, *given)
+    assert_same(expected, got)
+    return steps
 
 
 def steady_outcomes(llm: LLM, *given: Any) -> list[Outcome]:

@@ -29,7 +29,6 @@ def planted(
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],
     vocab: int,
-    seed: int = 0,
     miss: float = 0.1,
 ) -> Iterator[list[int]]:
     """Within the block every runner with trees drafts ``outputs`` on a random leaf path.
@@ -39,7 +38,7 @@ def planted(
     in order (0) or must be moved (1).
     """
     known = {tuple(p): list(o) for p, o in zip(prompts, outputs, strict=True)}
-    with _planting(lambda request: known[tuple(request.prompt)], vocab, seed, miss) as moves:
+    with _planting(lambda request: known[tuple(request.prompt)], vocab, 0, miss) as moves:
         yield moves
 
 

@@ -1,7 +1,7 @@
 """Run tests in another pytest process, whose Triton, runner or vLLM differs from this one's.
 
 Engines use vLLM's V2 model runner if Triton's interpreter is enabled before vLLM is imported
-(`support.triton_on_cpu`). To run any test that way manually:
+(`support.triton_on_cpu`). To run one of the tests selected in `tests/v2` that way manually:
 
     PYTHONPATH=tests python -m pytest -p support.triton_on_cpu tests/e2e/test_equality.py
 """

@@ -8,7 +8,10 @@ from typing import Any
 
 from vllm import LLM
 
-from support.engines import Completion, Prompt, completion_of, generate, greedy
+from support.engines import Completion, Prompt, complete, completion_of, generate, greedy
+from support.models import VOCAB
+from support.planted import planted
+from support.spies import Step, recorded_steps
 
 # Two fp32 runs may differ where the best two logits are within rounding errors (about 1e-5 here).
 NEAR_TIE = 1e-3
@@ -16,11 +19,12 @@ NEAR_TIE = 1e-3
 
 @dataclass(frozen=True)
 class Reference:
-    """Greedy outputs of plain vLLM, without near-ties."""
+    """Greedy outputs of plain vLLM."""
 
     prompts: list[Prompt]
     completions: list[Completion]
-    dropped: int  # prompts whose output has a near-tie
+    logprobs: list[list[dict[int, Any]]]  # of the best few tokens, per request
+    dropped: int = 0  # prompts whose output has a near-tie
 
     @property
     def outputs(self) -> list[tuple[int, ...]]:
@@ -29,20 +33,45 @@ class Reference:
     def part(self, start: int, count: int) -> Reference:
         """A part of it, wrapping around."""
         chosen = [(start + i) % len(self.prompts) for i in range(count)]
-        return Reference(
-            [self.prompts[i] for i in chosen], [self.completions[i] for i in chosen], 0
-        )
+        fields = self.prompts, self.completions, self.logprobs
+        return Reference(*([field[i] for i in chosen] for field in fields))
+
+    def planted_on(self, llm: LLM) -> tuple[list[Completion], list[Step], list[int]]:
+        """Plant these outputs as drafts; the engine's outcome must be equal in every respect.
+
+        Returns its completions, its steps and the moves that `planted` records.
+        """
+        params = greedy(max(map(len, self.outputs)))
+        with planted(self.prompts, self.outputs, VOCAB) as moves, recorded_steps() as steps:
+            got = complete(llm, self.prompts, params)
+        assert differing(self.completions, got) == []
+        return got, steps, moves
+
+    def gaps(self, got: Sequence[Completion]) -> list[float]:
+        """How much less likely (in nats) our token was at each first difference; inf: unlisted."""
+        found = []
+        for ours, plain, logprobs in zip(got, self.outputs, self.logprobs, strict=True):
+            for token, best, options in zip(ours.token_ids, plain, logprobs, strict=True):
+                if token != best:
+                    other = options[token].logprob if token in options else -float("inf")
+                    found.append(options[best].logprob - other)
+                    break
+        return found
 
 
-def plain_greedy(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> Reference:
-    """Run plain vLLM; prompts with near-ties, where runs might differ, are dropped."""
-    outputs = generate(llm, prompts, greedy(max_tokens, logprobs=2))
-    kept = [
-        (list(prompt), completion_of(output.outputs[0]))
-        for prompt, output in zip(prompts, outputs, strict=True)
-        if min(map(top_gap, output.outputs[0].logprobs)) > NEAR_TIE
-    ]
-    return Reference([p for p, _ in kept], [c for _, c in kept], len(prompts) - len(kept))
+def plain_greedy(
+    llm: LLM, prompts: Sequence[Prompt], max_tokens: int, min_gap: float = NEAR_TIE
+) -> Reference:
+    """Run plain vLLM; prompts are dropped if the best two logits come closer than ``min_gap``."""
+    results = generate(llm, prompts, greedy(max_tokens, logprobs=5))
+    outputs = [result.outputs[0] for result in results]
+    kept = [i for i, o in enumerate(outputs) if min(map(top_gap, o.logprobs)) >= min_gap]
+    return Reference(
+        [list(prompts[i]) for i in kept],
+        [completion_of(outputs[i]) for i in kept],
+        [outputs[i].logprobs for i in kept],
+        dropped=len(prompts) - len(kept),
+    )
 
 
 def top_gap(logprobs: dict[int, object]) -> float:
@@ -69,29 +98,3 @@ def differing(expected: Sequence[Completion], got: Sequence[Completion]) -> list
     """Indices of requests whose outcome differs in any respect."""
     assert len(expected) == len(got)
     return [i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
-
-
-@dataclass(frozen=True)
-class Plain:
-    prompts: Sequence[Prompt]
-    outputs: list[tuple[int, ...]]
-    logprobs: list[list[dict[int, Any]]]  # of the best few tokens, per request
-
-    def gaps(self, got: Sequence[Sequence[int]]) -> list[float]:
-        """How much less likely (in nats) our token was at each first difference; inf: unlisted."""
-        found = []
-        for ours, output, logprobs in zip(got, self.outputs, self.logprobs, strict=True):
-            assert len(ours) == len(output)
-            for token, best, options in zip(ours, output, logprobs, strict=True):
-                if token != best:
-                    far = float("inf")
-                    other = options[token].logprob if token in options else -far
-                    found.append(options[best].logprob - other)
-                    break
-        return found
-
-
-def run_plain(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> Plain:
-    outputs = generate(llm, prompts, greedy(max_tokens, logprobs=5))
-    parts = [output.outputs[0] for output in outputs]
-    return Plain(prompts, [tuple(p.token_ids) for p in parts], [p.logprobs for p in parts])

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.engines import Completion
@@ -58,15 +59,9 @@ def _recording_on_v1(steps: list[Step]) -> Iterator[None]:
         step: Step = []
         for req_id, scheduled in zip(self.input_batch.req_ids, num_scheduled_tokens, strict=True):
             request = self.requests[req_id]
+            prompt, computed = tuple(request.prompt_token_ids), int(request.num_computed_tokens)
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(req_id, ())
-            step.append(
-                Row(
-                    tuple(request.prompt_token_ids),
-                    int(request.num_computed_tokens),
-                    int(scheduled),
-                    1 + len(drafts),
-                )
-            )
+            step.append(Row(prompt, computed, int(scheduled), 1 + len(drafts)))
         steps.append(step)
         return prepare(self, scheduler_output, num_scheduled_tokens)
 
@@ -93,28 +88,20 @@ def _recording_on_v2(steps: list[Step]) -> Iterator[None]:
     def sample(self: Any, hidden_states: Any, batch: Any, *args: Any) -> Any:
         output, num_sampled, num_rejected = original(self, hidden_states, batch, *args)
         if isinstance(self.speculator, TreeSpeculator):
-            steps.append(
-                [
-                    Row(
-                        tuple(states_prompt(self.req_states, slot)),
-                        int(batch.seq_lens[i]) - int(batch.num_scheduled_tokens[i]),
-                        int(batch.num_scheduled_tokens[i]),
-                        int(batch.cu_num_logits_np[i + 1] - batch.cu_num_logits_np[i]),
-                        max(int(num_sampled[i]) - 1, 0),
-                    )
-                    for i, slot in enumerate(batch.idx_mapping_np)
-                ]
-            )
+            states, ends = self.req_states, batch.seq_lens.tolist()
+            prompts = [
+                states.all_token_ids.gpu[slot, : int(states.prompt_len.np[slot])].tolist()
+                for slot in batch.idx_mapping_np
+            ]
+            scheduled = batch.num_scheduled_tokens.tolist()
+            nodes, accepted = np.diff(batch.cu_num_logits_np), (num_sampled - 1).clamp_min(0)
+            rows = zip(prompts, ends, scheduled, nodes.tolist(), accepted.tolist(), strict=False)
+            steps.append([Row(tuple(p), end - n, n, size, k) for p, end, n, size, k in rows])
         return output, num_sampled, num_rejected
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GPUModelRunner, "sample", sample)
         yield
-
-
-def states_prompt(states: Any, slot: int) -> list[int]:
-    """The prompt of the request in a slot of V2's state."""
-    return states.all_token_ids.gpu[slot, : int(states.prompt_len.np[slot])].tolist()
 
 
 def tree_rows(steps: Sequence[Step]) -> list[Row]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from support.budgets import fickle, policy_of, scheduler_of, verify_all
-from support.engines import complete, engine, greedy, metric, random_prompts
+from support.engines import complete, engine, greedy, medusa, metric, random_prompts
 from support.models import VOCAB
 from support.no_waiting import watched
-from support.outcomes import Outcome, assert_same, by_seed, one_of_each, outcomes
-from support.planted import planted, planted_by_seed, random_topologies
+from support.outcomes import Outcome, assert_same_with_trees, one_of_each
+from support.planted import random_topologies
 from support.reference import Reference, differing, plain_greedy
 from support.runner import ON_V2, async_scheduling, on_v1
 from support.spies import mean_accepted, recorded_steps, tree_rows
@@ -48,7 +48,7 @@ def llm(
     reference: Reference, plain_seeded: object, chaotic_llama: str, random_heads: str
 ) -> Iterator[LLM]:
     """Few blocks: requests are preempted."""
-    config = {"method": "medusa", "model": random_heads, "budget": "auto"}
+    config = medusa(random_heads, budget="auto")
     with few_steps_to_time() as timed, async_scheduling(), engine(
         chaotic_llama, config, block_size=32, num_gpu_blocks_override=14, max_model_len=256,
         max_num_batched_tokens=256, max_num_seqs=8,
@@ -82,22 +82,14 @@ def few_steps_to_time() -> Iterator[list[int]]:
     envs.disable_envs_cache()
 
 
-def run(llm: LLM, reference: Reference) -> float:
-    """Plant future tokens on the trees: output must equal plain vLLM's; returns mean acceptance."""
-    with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
-        got = complete(llm, reference.prompts, greedy(TOKENS))
-    assert differing(reference.completions, got) == []
-    return mean_accepted(steps)
-
-
 def test_trees_differ_per_request_and_step(
     llm: LLM, reference: Reference, monkeypatch: Patch
 ) -> None:
     topologies = random_topologies(monkeypatch)
     taken = fickle(monkeypatch, llm, preempting=True)
     before = metric(llm, "num_preemptions")
-    with recorded_steps() as steps:
-        assert run(llm, reference) > 0.5
+    _, steps, _ = reference.planted_on(llm)
+    assert mean_accepted(steps) > 0.5
     assert metric(llm, "num_preemptions") > before
     assert len(topologies) > 2 * len(reference.prompts)
     assert taken and len({row.num_nodes for row in tree_rows(steps)}) > 5
@@ -110,9 +102,7 @@ def test_seeded_requests_and_penalties(
     """Without host sync."""
     fickle(monkeypatch, llm, preempting=True, max_each=7)
     calls = watched(monkeypatch)
-    with planted_by_seed(by_seed(plain_seeded), VOCAB), recorded_steps() as steps:
-        got = outcomes(llm, *one_of_each())
-    assert_same(plain_seeded, got)
+    steps = assert_same_with_trees(llm, plain_seeded, *one_of_each())
     assert mean_accepted(steps) > 0.3
     assert min(calls.values()) > 2 and len(calls) == 4
 
@@ -152,9 +142,7 @@ def test_estimates_are_updated(llm: LLM, reference: Reference, monkeypatch: Patc
     verify_all(monkeypatch, policy, per_request=5)
     before = policy.cost.steps
     part = reference.part(0, 5)
-    with planted(part.prompts, part.outputs, VOCAB), recorded_steps() as steps:
-        got = complete(llm, part.prompts, greedy(TOKENS))
-    assert differing(part.completions, got) == []
+    _, steps, _ = part.planted_on(llm)
     assert policy.cost.steps > before + 3
     trees = [(row.num_nodes - 1, row.accepted) for row in tree_rows(steps)]
     assert len(seen) > 10 and not Counter(seen) - Counter([*trees, (0, 0)] * 9)

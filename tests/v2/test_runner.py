@@ -18,7 +18,14 @@ from support.engines import complete, engine, greedy, medusa, metric, worker_of
 from support.metrics import counts, drafted_and_accepted
 from support.models import VOCAB, save_config
 from support.no_waiting import NoWaiting, watched
-from support.outcomes import Outcome, assert_same, by_seed, one_of_each, outcomes
+from support.outcomes import (
+    Outcome,
+    assert_same,
+    assert_same_with_trees,
+    by_seed,
+    one_of_each,
+    outcomes,
+)
 from support.planted import planted, planted_by_seed
 from support.reference import Reference, differing, plain_greedy
 from support.runner import ON_V2, async_scheduling, on_v1
@@ -126,8 +133,6 @@ def test_full_graphs(
     [
         ({"enable_trace_replay": True}, "enable_trace_replay"),
         ({"logits_processors": ["a.b"]}, "logits processors"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-        ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "derive"),
         ({"worker_cls": "vllm_medusa.integration.v1.worker.MedusaCPUWorker"}, "derive"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -152,11 +157,6 @@ def llm(even: object, plain_seeded: object, chaotic_llama: str, random_heads: st
     options = {"block_size": BLOCK, "enable_prefix_caching": True, "max_num_seqs": 8}
     with rules_in_triton(), engine(chaotic_llama, medusa(random_heads, TREE), **options) as llm:
         yield llm
-
-
-def run_mixed(llm: LLM, expected: list[Outcome]) -> list[Outcome]:
-    with planted_by_seed(by_seed(expected), VOCAB):
-        return outcomes(llm, *one_of_each())
 
 
 def test_a_step_never_waits_for_the_device(
@@ -203,7 +203,7 @@ def test_large_batches_are_verified_in_parts(
     monkeypatch.setattr(TreeSampler, "_decide", spy)
     for limit in (1, 13):
         monkeypatch.setattr(sampler_module, "get_max_chunk_logits", lambda _, n=limit: n)
-        assert_same(plain_seeded, run_mixed(llm, plain_seeded))
+        assert_same_with_trees(llm, plain_seeded, *one_of_each())
     assert {1, 2} <= set(parts) and 4 not in parts
 
 
@@ -238,7 +238,7 @@ def test_start_up_allocates_the_logits_of_all_nodes(
     assert max(rows) == 8 * (1 + len(TREE))
 
 
-DYNAMIC = {"method": "medusa", "model": HEADS, "budget": 5}
+DYNAMIC = medusa(HEADS, budget=5)
 
 
 def grammars() -> list[SamplingParams]:
