@@ -145,7 +145,7 @@ def test_named_flags_exist(page):
 def test_speculative_configs_are_valid(page):
     text = re.sub("<!-- commands -->.*", "", page.read_text(), flags=re.DOTALL)  # of --help
     for config in speculative_configs(text):
-        GROWN_METHODS.get(config["method"], MedusaConfig).from_speculative_config(config)
+        DRAFTER_METHODS.get(config["method"], MedusaConfig).from_speculative_config(config)
 
 
 @EVERY

@@ -67,15 +67,15 @@ class TreeStep:
         return len(self.num_nodes)
 
     @functools.cached_property
-    def branches(self) -> np.ndarray:
+    def needs_mask(self) -> np.ndarray:
         """Bool [B]: the request's nodes are not a chain, so plain causal attention is not enough.
 
         Reads the trees on the host.
         """
         parents, counts = self.tree.parents.numpy(), self.num_nodes[:, None]
         nodes = np.arange(parents.shape[1])
-        branches: np.ndarray = ((parents != nodes - 1) & (nodes < counts)).any(1)
-        return branches
+        needed: np.ndarray = ((parents != nodes - 1) & (nodes < counts)).any(1)
+        return needed
 
     @property
     def root_rows(self) -> Tensor:

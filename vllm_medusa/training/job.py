@@ -177,7 +177,7 @@ class Job:
             seed=self.step_options.seed,
         )
 
-    def frozen_method(self, target: Target, run: TrainingRun) -> Method:
+    def create_method(self, target: Target, run: TrainingRun) -> Method:
         """Medusa-1 or EAGLE-3 with new heads, on computed states."""
         options, workers, steps = self.options, self.workers, self.step_options
         source: Any = target

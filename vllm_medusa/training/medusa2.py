@@ -273,7 +273,7 @@ def _first_heads(job: Job, run: TrainingRun, target: Target) -> MedusaHeads:
     """The given heads, or those of the warm-up; new ones if a checkpoint will replace them."""
     if job.start is not None or (run.work / "state.pt").exists():
         return job.first_heads(target)
-    method = job.frozen_method(target, run)
+    method = job.create_method(target, run)
     Loop(method, Stage(run, "warm-up.jsonl", "warm-up")).train(job.report("warm-up"))
     job.release(method)
     assert isinstance(method.heads, MedusaHeads)

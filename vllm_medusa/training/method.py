@@ -59,7 +59,7 @@ class Method:
     """What a training method defines; the rest is in `loop.Loop`.
 
     To add one, write a subclass, like `Medusa1`, `Medusa2` and `Eagle3`. Create it in
-    `job.Job.frozen_method`, or in its own driver selected by `train.train`. Add its name and its
+    `job.Job.create_method`, or in its own driver selected by `train.train`. Add its name and its
     restrictions to `options.TrainOptions`, its defaults to `recipe.complete`, and its option to
     `adapt.options`.
 

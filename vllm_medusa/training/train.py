@@ -94,7 +94,7 @@ def train_frozen(job: Job) -> None:
             return
         target = job.load_target()
         run.work.mkdir(exist_ok=True)
-        method = job.frozen_method(target, run)
+        method = job.create_method(target, run)
         stage = Stage(run)
         loop = Loop(method, stage)
         loop.train(job.report("training"))

@@ -167,7 +167,7 @@ def starting_at(first: int) -> torch.Tensor:
         ({IDS: [0, 1, 2, 3]}, "3 distinct ones"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, 'it has "fc.weight", which vLLM does'),
         ({"sliding_window": 32, "layer_types": ["sliding_attention"]}, "window of 32; .* 64"),
-        ({"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
+        ({"fc_norm": True, "norm_before_fc": True}, "mutually exclusive"),
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "is Eagle3DeepseekV3ForCausalLM"),
         ({"architectures": ["Qwen3ForCausalLM"]}, 'no "layers.0.self_attn.q_norm.weight"'),
         ({"draft_vocab_size": 8}, "width is 10, but"),

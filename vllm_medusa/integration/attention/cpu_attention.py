@@ -86,11 +86,11 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         """Build vLLM's metadata; if `step` has branching trees, only for its other requests."""
         step, common = self.step, common_attn_metadata
-        if step is None or not step.branches.any():
+        if step is None or not step.needs_mask.any():
             self._set_forward(with_trees=False)
             return super().build(common_prefix_len, common, fast_build)
         self._set_forward(with_trees=True)
-        is_tree = step.branches
+        is_tree = step.needs_mask
         starts = common.query_start_loc_cpu.numpy()
         plain, rows = None, None
         if not is_tree.all():
