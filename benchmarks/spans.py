@@ -17,8 +17,8 @@ OWN = (
     "tree plan",
     "verification",
     "compaction",
-    "heads",
-    "heads' LM head",
+    "drafter",
+    "drafter's entries",
     "drafting, rest",
 )
 
@@ -85,25 +85,24 @@ def hook_engine(llm: Any) -> Spans:
     spans.hook(runner, "_build_attention_metadata", "attention metadata")
     spans.hook(runner, "_model_forward", "forward without attention")
     spans.hook(runner, "_bookkeeping_sync", "bookkeeping")
-    drafting = "drafting, rest"
-    in_heads = {drafting: "heads' LM head", "heads' LM head": "heads' LM head"}
-    spans.hook(runner.model, "compute_logits", "LM head", within=in_heads)
+    drafting = OWN[-3:]
+    in_drafter = dict(zip(drafting, drafting, strict=True))
+    spans.hook(runner.model, "compute_logits", "LM head", within=in_drafter)
     layers = runner.compilation_config.static_forward_context.values()
     for kind in {type(layer.impl) for layer in layers if hasattr(layer, "impl")}:
-        spans.hook(kind, "forward", "attention")
-        spans.hook(kind, "attend", "attention")  # of steps with trees
+        spans.hook(kind, "forward", "attention", within=in_drafter)
+        spans.hook(kind, "attend", "attention", within=in_drafter)  # of steps with trees
     speculates = runner.speculative_config is not None
     spans.hook(runner, "_sample", "verification" if speculates else "sampling")
-    spans.hook(runner, "propose_draft_token_ids", drafting)
-    spans.hook(runner, "take_draft_token_ids", drafting)  # trees: after the tokens are sent
-    if speculates:
-        heads = getattr(runner.drafter, "heads", getattr(runner.drafter, "model", None))
-        spans.hook(heads, "forward", "heads")
-        spans.hook(heads, "compute_logits", "heads' LM head")
+    spans.hook(runner, "propose_draft_token_ids", "drafting, rest")
+    spans.hook(runner, "take_draft_token_ids", "drafting, rest")  # trees: after tokens are sent
     if hasattr(runner, "trees"):  # our runner
         from vllm_medusa.integration import request_trees
         from vllm_medusa.integration.attention import cpu_attention
 
+        spans.hook(runner.drafter, "draft", "drafter")
+        for name in ("prefill", "enter"):
+            spans.hook(runner.drafter, name, "drafter's entries")  # EAGLE's cache and its roots
         spans.hook(runner.trees, "compact", "compaction")
         spans.hook(request_trees.TreeStep, "build", "tree layout")
         spans.hook(request_trees, "write_positions", "tree layout")

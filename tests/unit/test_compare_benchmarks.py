@@ -209,10 +209,10 @@ def test_spans_have_exclusive_times_that_sum_up():
 
 def test_profile_parts_ignore_stalls_and_prefills():
     steps = [(1.0, False, {"attention": 1.0})]
-    steps += [(0.01, True, {"attention": 0.004, "heads": 0.006}) for _ in range(8)]
-    steps += [(9.0, True, {"heads": 9.0})]
+    steps += [(0.01, True, {"attention": 0.004, "drafter": 0.006}) for _ in range(8)]
+    steps += [(9.0, True, {"drafter": 9.0})]
     parts = average_parts(steps)
-    assert parts == pytest.approx({"attention": 4.0, "heads": 6.0})
+    assert parts == pytest.approx({"attention": 4.0, "drafter": 6.0})
     summary = summarize(parts, {"attention": 2.0, "sampling": 1.0})
     assert summary["own_overhead_share"] == pytest.approx(0.6)
     assert summary["beyond_plain_ms"] == pytest.approx(5.0)
