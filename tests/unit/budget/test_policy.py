@@ -346,7 +346,7 @@ def test_beside_a_prefill_a_node_takes_as_long_as_a_row_of_a_prompt(per_row, nod
     """At 0.18 tokens per ms; milliseconds per row."""
     policy = policy_at(0.001)
     for _ in range(30):
-        policy.observe_prefill(100, 0, 1, 0, 10.0 + 100 * per_row)
+        policy.observe_prefill(4, 0, 1, 0, 10.0 + 4 * per_row)  # 10 ms without the prompt
     assert policy.counts(DRAFTS, 1, 64, prefill=True) == [nodes]
     assert policy.counts(DRAFTS, 1, 64) == [4]
     assert policy.pays_beside_prefill(4, 1) == (nodes == 4)
