@@ -103,7 +103,7 @@ def test_both_are_one_tree(seed: int) -> None:
         expected[path] = max(expected.get(path, -np.inf), value)
     assert paths(both) == expected
     assert int(both.num_nodes) == len(expected)
-    assert (both.parents[0, 1:] < torch.arange(1, 40)).all()
+    assert both.parents[0, 0] == -1 and (both.parents[0, 1:] < torch.arange(1, 40)).all()
     assert (both.log_survival[0, 1:] <= both.log_survival[0, :-1]).all()
     named = list(zip(paths(both), both.source[0].tolist(), strict=False))
     copied = [tuple(chain[:depth].tolist()) for depth in range(1, 10)]
