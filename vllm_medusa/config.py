@@ -265,8 +265,8 @@ class DrafterConfig(_DraftOptions):
     label: ClassVar[str] = "The option"
 
     tree: Literal["dynamic", "chain"] | dict[str, int] = Field(
-        description='"dynamic", "chain", or dynamic with {"width": 10, "depth": 6}: children per '
-        "node, and levels (width up to 64, depth up to 32)",
+        description='"dynamic", "chain", or an object such as {"width": 10, "depth": 6}: a dynamic '
+        "tree with at most 10 children per node and 6 levels (width up to 64, depth up to 32)",
     )
 
     @model_validator(mode="after")

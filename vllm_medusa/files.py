@@ -168,6 +168,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill, renamed to ``path`` if the block succeeds and removed otherwise.
 
+    Its files get the default permissions of new files (safetensors allows only the owner to read).
+
     Raises FileRefused: ``path`` exists and ``overwrite`` is false, even if it was created while the
     block ran; or the folder can't be created.
     """
@@ -184,6 +186,8 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         yield part
         for entry in [*part.rglob("*"), part]:
+            if entry.is_file() and not entry.is_symlink():
+                entry.chmod(part.stat().st_mode & 0o666)
             sync(entry)
         if path.exists() and not overwrite:
             raise FileRefused(f"{path} was created in the meantime: choose another output")

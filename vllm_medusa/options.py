@@ -48,7 +48,7 @@ def _source(text: str) -> str:
     path = os.path.expanduser(text.strip())  # unlike Path.expanduser, accepts an unknown user
     if path and (path[0] not in "/.~" or os.path.exists(path)):
         return text
-    raise ValueError("use the name of an existing folder or file, or of a hub model")
+    raise ValueError("it does not exist; use an existing folder or file, or a hub model's name")
 
 
 def check_model(text: str) -> str:

@@ -83,7 +83,11 @@ def test_a_folder_is_replaced_as_a_whole_and_only_with_overwrite(tmp_path):
     assert os.listdir(path) == ["one"]
     with files.new_folder(path, overwrite=True) as part:
         (part / "two" / "deep").mkdir(parents=True)
+        (part / "two" / "secret").touch(mode=0o600)
     assert os.listdir(path) == ["two"]
+    (tmp_path / "new").touch()
+    assert (path / "two" / "secret").stat().st_mode == (tmp_path / "new").stat().st_mode
+    (tmp_path / "new").unlink()
     assert os.listdir(tmp_path) == ["out"]
 
 

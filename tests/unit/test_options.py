@@ -100,7 +100,10 @@ def test_arguments_to_options_and_back(words, read):
         ("--engine-args [1]", "input should be an object"),
         ("--engine-args {", "invalid JSON:"),
         ("--output=", "the name is empty"),
-        ("--draft /nowhere", "'/nowhere' is not allowed; use the name of an existing folder"),
+        (
+            "--draft /nowhere",
+            "'/nowhere' is not allowed; it does not exist; use an existing folder",
+        ),
         ("--kind hard", "'hard' is not allowed; input should be 'soft' or 'tokens'"),
     ],
 )
@@ -119,7 +122,7 @@ def test_errors_name_value_bounds_and_option(words, message, capsys):
     ("values", "message"),
     [
         ({"seed": -1}, "seed is -1: input should be greater than or equal to 0"),
-        ({"draft": " "}, "draft is ' ': use the name of an existing folder"),
+        ({"draft": " "}, "draft is ' ': it does not exist; use an existing folder"),
         ({"budgets": (4, 0)}, "budgets is 0: input should be greater"),
         ({"kind": "hard"}, "kind is 'hard': input should be 'soft' or 'tokens'"),
         ({"kind": "tokens", "rate": 1.0}, "--rate is for --kind soft"),

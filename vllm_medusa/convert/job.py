@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from vllm_medusa.convert.eagle import DRAFTER_FORMATS, write_drafter
 from vllm_medusa.convert.heads import FORMATS, write_heads
 from vllm_medusa.convert.options import ConvertOptions
-from vllm_medusa.files import new_folder, new_path, refuse_strangers
+from vllm_medusa.files import new_folder, refuse_strangers
 from vllm_medusa.heads.checkpoint import (
     FORMAT_VERSION,
     HeadsInfo,
@@ -95,12 +95,12 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
             "it alone."
         )
     with new_folder(output, overwrite=options.overwrite) as part:
-        with new_path(part / made.file) as path:  # with default permissions
-            if made.file.endswith(".safetensors"):
-                save_file({n: t.clone() for n, t in made.tensors.items()}, path, {"format": "pt"})
-            else:  # copies of one tensor are stored once
-                torch.save(made.tensors, path)
-        size = (part / made.file).stat().st_size
+        path = part / made.file
+        if made.file.endswith(".safetensors"):
+            save_file({n: t.clone() for n, t in made.tensors.items()}, path, {"format": "pt"})
+        else:  # copies of one tensor are stored once
+            torch.save(made.tensors, path)
+        size = path.stat().st_size
         (part / "config.json").write_text(text, encoding="utf-8")
     return Conversion(info, output / made.file, size, made.notes, warnings)
 

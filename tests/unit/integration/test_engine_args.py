@@ -210,8 +210,9 @@ def test_without_medusa_the_config_is_unchanged(config, keys, monkeypatch):
         {"tree": [[0]]},
         {"method": "ngram", "num_speculative_tokens": 2, "acceptance": "typical"},
         {"method": "Medusa"},
+        {"method": "medussa"},
     ],
-    ids=["no method", "another method", "misspelled"],
+    ids=["no method", "another method", "capital", "misspelled"],
 )
 def test_our_keys_without_our_method(config, heads, keys):
     if keys.get("method") != "ngram":
@@ -241,6 +242,13 @@ def test_hydra_heads_expand_a_beam(config, tmp_path):
     tree = TreeSettings.of(config(keys | {"budget": 20})).tree
     assert isinstance(tree, DynamicTree) and tree.pool == Beam(10, 10, 3) and tree.num_nodes == 21
     assert TreeSettings.of(config(keys | {"tree": {"chain": 3}})).tree == TokenTree.chain(3)
+
+
+def test_hydra_heads_without_a_method(config, tmp_path):
+    """Otherwise the error would be that Transformers does not recognize the architecture."""
+    heads = str(save_heads(tmp_path / "hydra", random_hydra(3)))
+    with pytest.raises(ValueError, match=r'has no method, but .*hydra holds .* "method": "medusa"'):
+        config({"model": heads})
 
 
 def test_the_folder_of_an_eagle_drafter_is_recognized(parse, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from types import ModuleType
 from typing import Any
@@ -33,7 +34,11 @@ def _create_speculative_config(
     method = self.spec_method or speculative.get("method")
     if method != METHOD and not (method in DRAFTER_METHODS and "tree" in speculative):
         _refuse_misplaced_keys(speculative, method)
-        return original(self, target_model_config, target_parallel_config)
+        try:
+            return original(self, target_model_config, target_parallel_config)
+        except ValueError:
+            _refuse_heads_without_method(speculative.get("model"), method)
+            raise
     from vllm_medusa.integration import metrics, requests, stopping
     from vllm_medusa.integration.startup.eagle_options import config_of_eagle
     from vllm_medusa.integration.startup.options import config_of_heads, prepare
@@ -69,12 +74,25 @@ def _refuse_misplaced_keys(speculative: Mapping[str, Any], method: str | None) -
                 f"speculative_config has {', '.join(map(repr, ours))}, which {method!r} supports "
                 'only with a tree: add "tree": "dynamic".'
             )
-    if ours or (method is not None and method.strip().lower() == METHOD):
+    if ours or (method is not None and did_you_mean(method.strip().lower(), [METHOD])):
         found = f"method is {method!r}" if method else "no method is set"
         raise MedusaConfigError(
             f"speculative_config has {', '.join(map(repr, ours)) or 'a misspelled method'}, but "
             f'{found}. Trees need "method": "medusa", or "eagle", "eagle3" or "mtp" and a "tree".'
         )
+
+
+def _refuse_heads_without_method(model: Any, method: str | None) -> None:
+    """Refuse heads that vLLM could not read, because the method is missing."""
+    from vllm_medusa.heads.checkpoint import peek_heads
+    from vllm_medusa.heads.model import HeadsError
+
+    with suppress(HeadsError):
+        if method is None and model and peek_heads(model):
+            raise MedusaConfigError(
+                f"speculative_config has no method, but {model} holds Medusa or Hydra heads. Add "
+                '"method": "medusa".'
+            )
 
 
 def _create_engine_config(
