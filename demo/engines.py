@@ -115,7 +115,7 @@ def record(
 
 def _wait(starts: Sequence[Future[EngineProcess]], progress: Progress) -> None:
     """Wait for all; raises the error of one without waiting for the others."""
-    what, seconds = "both engines start", 0
+    what, seconds = "both engines load and compile", 0
     while True:
         done, waiting = wait(starts, timeout=1.0, return_when=FIRST_EXCEPTION)
         for start in done:
@@ -148,7 +148,7 @@ def _answers(
             answer = result.answers[0]
             assert isinstance(answer, TimedAnswer)
             answers[engine.sampling.temperature, prompt.index] = answer
-            progress.at(f"{name}, T {engine.sampling.temperature:g}", done, len(prompts))
+            progress.at(f"{name}, T {engine.sampling.temperature:g}, prompts", done, len(prompts))
     return answers
 
 
