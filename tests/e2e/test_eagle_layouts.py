@@ -155,14 +155,14 @@ def case(request: Any, eagle_case: Case, tmp_path: Path) -> Case:
     ("case", "name"), [(name, name) for name in CASES], indirect=["case"], ids=CASES
 )
 def test_exact(case: Case, plain: Any, monkeypatch: Patch, name: str) -> None:
-    """Few blocks: chunked prefill, preempted requests, prefixes in the cache."""
+    """Chunked prefill, prefixes in the cache, few blocks left for drafts."""
     tree = eagle_config(case, {"width": 3, "depth": 4}, budget=12)
     groups = 5 if case.drafter.window else 1  # of layers, which share the blocks
     with engine(
         case.target,
         tree,
         block_size=BLOCK,
-        num_gpu_blocks_override=groups * sized(40, 20),
+        num_gpu_blocks_override=groups * sized(56, 20),
         max_model_len=512,
         max_num_batched_tokens=96,
         enable_prefix_caching=True,
@@ -170,7 +170,7 @@ def test_exact(case: Case, plain: Any, monkeypatch: Patch, name: str) -> None:
         tensors = Layout.read(find_checkpoint(case.folder)).tensors()
         assert parameters(llm) == {*tensors} - {"t2d", "mask_hidden"}
         some = slice(sized(8, 3))
-        assert run(case, llm, plain, every=sized(4, 2), some=some) > 20
+        assert run(case, llm, plain, every=2, some=some) > 20
         assert metric(llm, "prefix_cache_hits") > 0
         assert (parts(llm)[1].sliding_window or None) == case.drafter.window
         prompts, outputs = LONG[some], [list(c.token_ids) for c in plain[some]]

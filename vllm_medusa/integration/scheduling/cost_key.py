@@ -27,7 +27,6 @@ def cost_key(config: Any) -> dict[str, str]:
         "device": f"{current_platform.get_device_name()} {platform.machine()}",
         "threads": f"{os.cpu_count()} {envs.VLLM_CPU_OMP_THREADS_BIND}",
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
-        "async": str(bool(config.scheduler_config.async_scheduling)),
         "ranks": str(config.parallel_config.tensor_parallel_size),
         "eager": str(model.enforce_eager),
         "adapters": str(config.lora_config is not None),
