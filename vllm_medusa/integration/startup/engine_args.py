@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -83,12 +84,12 @@ def _refuse_misplaced_keys(speculative: Mapping[str, Any], method: str | None) -
 
 
 def _refuse_heads_without_method(model: Any, method: str | None) -> None:
-    """Refuse heads that vLLM could not read, because the method is missing."""
+    """Refuse a folder of heads that vLLM could not read, because the method is missing."""
     from vllm_medusa.heads.checkpoint import peek_heads
     from vllm_medusa.heads.model import HeadsError
 
     with suppress(HeadsError):
-        if method is None and model and peek_heads(model):
+        if method is None and isinstance(model, str) and os.path.isdir(model) and peek_heads(model):
             raise MedusaConfigError(
                 f"speculative_config has no method, but {model} holds Medusa or Hydra heads. Add "
                 '"method": "medusa".'
