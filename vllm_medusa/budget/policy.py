@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_medusa.budget.cost import Floats, StepCost
+from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.budget.expected_acceptance import Drafted, ExpectedAcceptance
 from vllm_medusa.budget.measured_speed import MeasuredSpeed
 from vllm_medusa.budget.plan import Plan, Planner
@@ -308,14 +308,10 @@ class AutoBudget:
         """Try an alternative for a few steps, if its expected cost has been saved up."""
         maximum = _MAX_SAVED * _TRIAL_STEPS * float(plan.arms[0, 3])
         self._saved = min(max(self._saved, -maximum), maximum)
-        limit, nodes, rate, ms = self._alternative(plan)
+        limit, nodes, rate, ms, most = self._alternative(plan)
         best_rate = max(plan.rate if self.drafting else 0.0, plan.rate_without)
         lost = _TRIAL_STEPS * ms * max(1.0 - rate / best_rate, 0.02)
-        # the estimates for these may be wrong, but not by much
-        if limit == self.limits[0]:
-            lost = min(lost, maximum / 2)
-        elif self.drafting and limit == plan.limit:
-            lost = min(lost, maximum / 4)
+        lost = min(lost, most * maximum)
         self.turn += 1
         if not lost <= self._saved:  # also before the first step
             return
@@ -323,37 +319,36 @@ class AutoBudget:
         self._trial_loss = 0.0 if self.drafting else lost / _TRIAL_STEPS
         self.trials += 1
         self._waited = 0
-        self._trial_left, self._trial = _TRIAL_STEPS, (limit, nodes)
+        self._trial_left, self._trial = _TRIAL_STEPS, (int(limit), int(nodes))
         self.acceptance.forget(self._idle)
         self._idle = 0
 
-    def _alternative(self, plan: Plan) -> tuple[int, int, float, float]:
-        """The alternative from `Plan.arms`: every other time no drafts, else a limit or node count.
+    def _alternative(self, plan: Plan) -> tuple[float, ...]:
+        """A row of `Plan.arms`, and the max charge for trying it, as a share of the max savings.
 
-        Plain steps are tried that often because drafting is compared with them: if only steps with
-        drafts become slower, this looks like a slower machine until a plain step has run. Node
-        counts are tried next to the best one, since distant ones say little about it.
+        Every other time no drafts, else a limit or a number of nodes. Plain steps are tried that
+        often because drafting is compared with them: if only steps with drafts become slower, this
+        looks like a slower machine until a plain step has run. Numbers next to the best one are
+        tried at any limit, since its own limit may be too low for them; distant ones say little
+        about it. Charges are bounded where the estimate may be wrong, but not by much.
         """
         turn = self.turn
         if self.drafting:
             if turn % 2 == 0:
-                return _arm(plan.arms[0])
+                return (*plan.arms[0], math.inf)
             turn //= 2
-        others = self.drafting and turn % 2 == 0 and not self.even
-        limit = plan.limit if others else self.limits[turn // 2 % len(self.limits)]
+        if self.drafting and turn % 2 == 0 and not self.even:
+            by_rate = plan.arms[plan.arms[:, 2].argsort()]
+            best = {row[1]: row for row in by_rate if row[0] > 0}  # of each number of nodes
+            sizes = sorted(best)
+            place = sizes.index(max(best, key=lambda nodes: best[nodes][2]))
+            place += _NEXT_SIZES[turn // 2 % len(_NEXT_SIZES)]
+            return (*best[sizes[min(max(place, 0), len(sizes) - 1)]], 0.25)
+        limit = self.limits[turn // 2 % len(self.limits)]
         arms = plan.arms[plan.arms[:, 0] == limit]
         if not len(arms):  # no room
-            return _arm(plan.arms[0])
-        place = int(arms[:, 2].argmax())
-        if others:
-            place += _NEXT_SIZES[turn // 2 % len(_NEXT_SIZES)]
-            place = min(max(place, 0), len(arms) - 1)
-        return _arm(arms[place])
-
-
-def _arm(row: Floats) -> tuple[int, int, float, float]:
-    limit, nodes, rate, ms = row.tolist()
-    return int(limit), int(nodes), rate, ms
+            return (*plan.arms[0], math.inf)
+        return (*arms[arms[:, 2].argmax()], 0.5 if limit == self.limits[0] else math.inf)
 
 
 def best(survival: Sequence[Sequence[float]], total: int) -> list[int]:

@@ -6,6 +6,7 @@ their expectation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -272,6 +273,19 @@ def test_wrong_tables_are_corrected(name, wrong):
     policy = new_policy(StepCost.from_dict(cost.to_dict()))
     speed = serve(server, STEPS, policy).speed(500)
     assert speed >= 0.92 * max(record.speed(500) for record in fixed(name).values())
+
+
+def test_larger_trees_that_were_slow_once_are_tried_again():
+    """Their own limits have to be tried with all nodes, not with the number that seems best."""
+    server = Server(cpu, batch(1), heads=(1.5, 0.0), tree=(0.5, 0.05), noise=0.07)
+    cost = StepCost(512)
+    shapes = [(1, 0), *itertools.product((2, 3, 4, 5, 6, 7, 9), (1, 2, 4, HEADS))]
+    for rows, limit in shapes * 300:
+        ms = server.ms(rows, 1, min(limit / HEADS, 1.0), 0) * (1.25 if rows > 3 else 1.0)
+        cost.observe(rows, 1, limit, ms)
+    record = serve(server, 3 * STEPS, new_policy(cost))
+    assert np.mean(record.nodes[:100]) < 3
+    assert record.speed(STEPS) >= 0.97 * serve(server, STEPS, 8).speed()
 
 
 def test_every_other_trial_is_of_plain_steps():
