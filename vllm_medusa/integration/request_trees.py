@@ -172,18 +172,17 @@ class RequestTrees:
             batch = replace(batch, max_depth=int((batch.depths * batch.valid).max()))
         return batch
 
-    def useful_depth(self, slots: np.ndarray, num_tokens: Tensor, num_new: Tensor) -> Tensor:
-        """Max useful depth per request, int64 [B]; 0: no drafts.
+    def useful_depth(self, slots: np.ndarray, num_tokens: Array, num_new: Array) -> Any:
+        """Max useful depth per request, int64 [B], array or tensor; 0: no drafts.
 
         ``num_tokens`` (integer [B]) counts its tokens so far, of which the last ``num_new``
         (integer [B]) are new; 0 in an unfinished prefill.
         """
         if self.static is not None:  # drafted whole
-            return torch.full_like(num_tokens, self.static.max_depth).masked_fill(num_new == 0, 0)
-        depth = self.requests.useful_depth(slots, num_tokens).masked_fill(num_new == 0, 0)
+            return self.static.max_depth * (num_new > 0)
+        depth = self.requests.useful_depth(slots, num_tokens) * (num_new > 0)
         if self._scratch:
-            no_room = num_tokens - 1 + self._scratch > self._max_model_len
-            depth = depth.masked_fill(no_room, 0)
+            depth = depth * (num_tokens - 1 + self._scratch <= self._max_model_len)
         return depth
 
     def add_copies(

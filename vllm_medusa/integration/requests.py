@@ -19,6 +19,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_medusa.config import AcceptanceConfig, MedusaConfigError, RequestConfig
 from vllm_medusa.integration.overrides import override
 from vllm_medusa.integration.startup.options import has_trees, is_for_v2
+from vllm_medusa.lookup.search import Array
 from vllm_medusa.tree.forms import shown
 
 CANDIDATES = 4  # per draft of a request with a grammar
@@ -136,14 +137,18 @@ class RequestOptions:
 
     def draw_temperature(self, slots: np.ndarray) -> np.ndarray:
         """The temperature at which each token is drawn, float32 [B]; 0: greedy, or typical."""
-        return np.where(self._typical[slots], 0.0, self._temperature[slots]).astype(np.float32)
+        return self._temperature[slots] * ~self._typical[slots]
 
-    def useful_depth(self, slots: np.ndarray, num_tokens: Tensor) -> Tensor:
-        """Max depth of a node whose token the request can keep, int64 [B].
+    def useful_depth(self, slots: np.ndarray, num_tokens: Array) -> Any:
+        """Max depth of a node whose token the request can keep, int64 [B]; array or tensor.
 
         ``num_tokens`` (integer [B]) counts its tokens so far; a step's last token needs no node.
         """
-        return (self._copy(self._max_tokens[slots]) - num_tokens - 1).clamp_min(0)
+        maximum = self._max_tokens[slots]
+        if isinstance(num_tokens, Tensor):
+            maximum = self._copy(maximum)
+        depth = maximum - num_tokens - 1
+        return depth * (depth > 0)
 
     def typical(self, slots: np.ndarray) -> TypicalRule | None:
         """The requests with the typical rule; None if there are none."""

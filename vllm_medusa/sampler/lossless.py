@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,26 +31,28 @@ def lossless_walk(tree: TreeBatch, token_ids: Tensor, sample: NodeSampler) -> Ve
     """Walk all requests down their trees, one call of ``sample`` per level.
 
     ``token_ids`` is int64 [B, N]. Of siblings with the sampled token, the first in node order
-    is taken. Stops once no request is active: a host sync per level.
+    is taken. Stops once no request is active. On the host, in numpy: the arrays are small.
     """
-    index = torch.arange(tree.max_nodes, device=tree.parents.device)  # [N]
-    children = torch.where(tree.valid, tree.parents, -1)  # [B, N]: padding is not a child
-    active = torch.ones_like(tree.num_nodes, dtype=torch.bool)  # [B]
-    node = torch.zeros_like(tree.num_nodes, dtype=torch.int64)  # [B]
-    num_accepted = torch.zeros_like(node)
-    nodes, outputs = [], []
-    for level in range(tree.max_depth + 1):
-        if not bool(active.any()):
+    device, columns = token_ids.device, tree.max_depth + 1
+    given = (token_ids, tree.parents, tree.num_nodes)
+    ids, parents, counts = (tensor.cpu().numpy() for tensor in given)
+    batch, width = ids.shape
+    children = np.where(np.arange(width) < counts[:, None], parents, -1)  # padding is not a child
+    nodes = np.zeros((batch, columns), dtype=np.int64)
+    outputs = np.full((batch, columns), NO_TOKEN)
+    active, node = np.ones(batch, dtype=bool), np.zeros(batch, dtype=np.int64)
+    num_accepted = np.zeros(batch, dtype=np.int64)
+    for level in range(columns):
+        if not active.any():
             break
-        nodes.append(node)
-        token = sample(level, node, active)
-        outputs.append(torch.where(active, token, NO_TOKEN))
-        found = (children == node.unsqueeze(1)) & (token_ids == token.unsqueeze(1))  # [B, N]
-        child = torch.where(found, index, tree.max_nodes).amin(1)  # first such child, or N
-        active = active & (child < tree.max_nodes)
-        node = torch.where(active, child, node)
-        num_accepted = num_accepted + active
-    missing = tree.max_depth + 1 - len(nodes)
-    nodes += [node] * missing
-    outputs += [torch.full_like(node, NO_TOKEN)] * missing
-    return Verdict(Path(torch.stack(nodes, 1), num_accepted, node), torch.stack(outputs, 1))
+        nodes[:, level:] = node[:, None]
+        where = torch.from_numpy(node).to(device), torch.from_numpy(active).to(device)
+        token = sample(level, *where).cpu().numpy()
+        outputs[:, level] = np.where(active, token, NO_TOKEN)
+        match = (children == node[:, None]) & (ids == token[:, None])  # [B, N]
+        active = active & match.any(1)
+        node = np.where(active, match.argmax(1), node)
+        num_accepted += active
+    found = (nodes, num_accepted, node, outputs)
+    *path, output_token_ids = (torch.from_numpy(each).to(device) for each in found)
+    return Verdict(Path(*path), output_token_ids)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.chi_square import UNLIKELY, deviations
 from support.random_trees import Case, make_case, padded
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_medusa import kv, sampler
 from vllm_medusa.sampler import (
@@ -217,7 +217,7 @@ def test_control_a_sync_is_detected(fake):
     def argmax(level: int, nodes: Tensor, active: Tensor) -> Tensor:
         return nodes % 11
 
-    with pytest.raises(DataDependentOutputException):
+    with pytest.raises(RuntimeError, match="numpy"):
         lossless_walk(*fake, argmax)
 
 

@@ -161,7 +161,7 @@ class EagleTrees:
         Returns the roots after them, or None if they are not needed: not ``drafts``.
         """
         others = len(paths.tokens.positions) - len(paths.ends)
-        if self.enters and (not drafts or (self._entry_layer and others >= _ENTRIES_FROM)):
+        if (not drafts or (self._entry_layer and others >= _ENTRIES_FROM)) and self.enters:
             self.enter(paths.tokens)
             if not drafts:
                 return None
@@ -323,10 +323,9 @@ class EagleTrees:
         return known
 
     def slots(self, block_table: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
-        """Cache slots, int64, of positions of requests: integers of equal shape."""
-        blocks = torch.div(positions, self.block_size, rounding_mode="floor")
-        offsets = positions - blocks * self.block_size
-        return block_table[requests, blocks].to(torch.int64) * self.block_size + offsets
+        """Cache slots, int64, of positions (int64) of requests (int64), which broadcast."""
+        blocks = positions // self.block_size
+        return positions + (block_table[requests, blocks] - blocks) * self.block_size
 
 
 class PendingTokens:

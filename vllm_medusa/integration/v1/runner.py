@@ -184,14 +184,14 @@ class MedusaModelRunner(CPUModelRunner):
         num_tokens = batch.num_tokens_no_spec[: len(slots)].astype(np.int64)
         num_new = np.array([len(tokens) for tokens in sampled_token_ids])
         root = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids])
-        depth = trees.useful_depth(slots, torch.from_numpy(num_tokens), torch.from_numpy(num_new))
-        stream = self._stream(slots, depth.numpy(), limit)
-        drafts = self._draft(states, root, depth, limit, structured, stream)
+        depth = trees.useful_depth(slots, num_tokens, num_new)
+        stream = self._stream(slots, depth, limit)
+        drafts = self._draft(states, root, torch.from_numpy(depth), limit, structured, stream)
         if searches:
             texts, rows = batch.token_ids_cpu[:, : num_tokens.max()], np.arange(len(slots))
             may_copy = trees.requests.may_copy(slots)
             drafts = trees.add_copies(
-                drafts, slots, texts, rows, num_tokens, num_new, depth.numpy(), *may_copy
+                drafts, slots, texts, rows, num_tokens, num_new, depth, *may_copy
             )
             maximum = torch.where(torch.from_numpy(structured), MAX_NODES, trees.num_nodes - 1)
             drafts = drafts.limited(maximum)
@@ -241,6 +241,8 @@ class MedusaModelRunner(CPUModelRunner):
         may_skip_heads = not structured.any() and not isinstance(self._options.budget, int)
         width, min_survival = min(maximum + 1, MAX_NODES), MIN_SURVIVAL if may_skip_heads else None
         drafts = self.drafter.draft(states, root, width, depth, maximum, min_survival, stream)
+        if self.trees.static is None and maximum == limit:
+            return drafts
         limits = torch.where(torch.from_numpy(structured), maximum, limit)
         return drafts.limited(limits.masked_fill(depth == 0, 0))
 
