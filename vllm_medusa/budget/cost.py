@@ -29,7 +29,9 @@ _NEAR = 0.1**2  # of the difference from a knot a quarter of an octave away
 _FAR = 0.4**2  # of the difference from a curve's mean, if the knots seen do not differ more
 _SURPRISED = 0.5**2  # of all knots after a change of the machine
 _SPEED = 0.02**2  # of the machine's speed, per step
-_DRIFT = 0.0005  # growth of a knot's variance per second
+_DRIFT = 0.0005  # growth of a knot's variance per second, for parts as long as a plain row
+_MAX_SHORTER = 5.0  # by this squared, it grows at most faster for shorter parts
+_MIN_SLOPE = 0.05  # of a step's time on a knot of trees, heads or limits
 _SPEED_SECONDS = 10.0  # in which the logarithm of the speed falls to 1 / e
 _MAX_ERROR = 3.0  # standard deviations; clips a single step's error
 _STREAK = 4  # consecutive clipped steps of one sign that mean a change of the machine
@@ -103,9 +105,9 @@ class _Curve:
         self.prior += by
         self._is_stale = True
 
-    def age(self, by: float) -> None:
-        """Increase the variances: what was learned earlier counts less."""
-        self.variance += by
+    def age(self, by: Floats) -> None:
+        """Increase the variances [knots]: what was learned earlier counts less."""
+        self.variance = np.minimum(self.variance + by, _UNSEEN)
         self._is_stale = True
 
 
@@ -180,7 +182,11 @@ class StepCost:
         expected = ms * math.exp(-error)
         self.steps += 1
         self._age(ms / 1e3)
-        slopes = [(curve, knot, slope / total) for curve, knot, slope in slopes]
+        # without a minimum, a part that seems small would explain nothing, and never grow again
+        slopes = [
+            (curve, knot, slope / total if curve is self._plain else max(slope / total, _MIN_SLOPE))
+            for curve, knot, slope in slopes
+        ]
         known = sum(slope**2 * float(curve.variance[knot]) for curve, knot, slope in slopes)
         bound = _MAX_ERROR * math.sqrt(known + _NOISE)
         if abs(error) > bound and self._is_change(error):
@@ -213,8 +219,10 @@ class StepCost:
         self._log_speed *= 1.0 - seconds / _SPEED_SECONDS
         self._seconds += seconds
         if self._seconds > 1.0:
+            row, heads = self._plain.values[0], self._heads.values[0]
             for curve in self._curves:
-                curve.age(_DRIFT * self._seconds)
+                ms = curve.values * (heads if curve is self._limits else 1.0)
+                curve.age(_DRIFT * self._seconds * np.clip(row / ms, 1.0, _MAX_SHORTER) ** 2)
             self._seconds = 0.0
 
     @staticmethod

@@ -52,6 +52,20 @@ def test_the_time_of_drafting_is_learned_for_each_limit(power):
         assert found == pytest.approx(true(4, limit) - true(4, 0), rel=0.25, abs=0.3)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_drafting_that_took_no_time_is_learned_again(seed):
+    """Its time is not taken for that of plain steps, of which there are few."""
+    cost, rng = StepCost(64), np.random.default_rng(seed)
+    for drafting in (0.05, 2.0):
+        for step in range(1000):
+            limit = 4 * (step % 10 > 0)
+            ms = 10.0 + (limit > 0) * drafting
+            cost.observe(1, 1, limit, ms * float(np.exp(rng.normal(0, 0.05))))
+    plain, ms = float(cost.ms(1, 1, 0)), float(cost.ms(1, 1, 4))
+    assert plain == pytest.approx(10.0, rel=0.08)
+    assert 1.2 < ms - plain < 2.5
+
+
 def test_interpolation_and_extrapolation():
     cost = StepCost(64)
     for rows, ms in ((1, 10.0), (32, 20.0)) * 40:
