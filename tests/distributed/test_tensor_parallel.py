@@ -8,15 +8,18 @@ negative controls let one rank differ to show that the comparison detects it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.assets import HEADS, TARGET, code_prompts
 from support.budgets import fickle, policy_of
 from support.eagle_runs import TOKENS as LEARNED_TOKENS
 from support.eagle_runs import Case, eagle_config
-from support.engines import complete, engine, greedy, medusa
+from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.fitted_case import TOKENS as HYDRA_TOKENS
 from support.fitted_case import TREES, Fitted
+from support.mla import save_deepseek
+from support.models import VOCAB, save_random_heads
 from support.plain import (
     COMMON,
     TOKENS,
@@ -27,8 +30,8 @@ from support.plain import (
     run_greedy,
     run_seeded,
 )
-from support.ranks import WORKER
-from support.reference import assert_chaotic, differing
+from support.ranks import WORKER, request_key
+from support.reference import assert_chaotic, differing, plain_greedy
 from support.runner import ON_V2, sized
 from vllm import LLM, SamplingParams
 
@@ -174,3 +177,22 @@ def test_hydra_heads(fitted_case: Fitted) -> None:
         assert list(completion.accepted) == result.accepted_per_step
     assert got.differing() == 0 and len(got.ranks) == 2
     assert len(got.trees) > len(case.prompts)
+
+
+@pytest.mark.skipif(ON_V2, reason="trees over MLA need V1")
+def test_latent_attention(tmp_path: Path) -> None:
+    """Each rank has half of the heads and all latents, which it compacts itself."""
+    target, heads = save_deepseek(tmp_path / "target"), save_random_heads(tmp_path / "heads")
+    options = {"attention_backend": "CPU_MLA", "num_gpu_blocks_override": 70}
+    prompts = random_prompts(24, VOCAB, longest=60, seed=43)
+    with engine(target, **options) as alone:
+        expected = plain_greedy(alone, prompts, TOKENS)
+    pairs = zip(expected.prompts, expected.outputs, strict=True)
+    known = [(request_key(prompt, None), list(output)) for prompt, output in pairs]
+    tree = medusa(heads, TREE)
+    with engine(target, tree, worker_cls=WORKER, tensor_parallel_size=2, **options) as llm:
+        got = run(llm, expected.prompts, greedy(TOKENS), known)
+    assert len(known) > 15 and expected.gaps(got.completions) == []
+    assert got.differing() == 0 and len(got.ranks) == 2
+    accepted = [len(made.nodes) - 1 for made in got.trees]
+    assert sum(accepted) > len(accepted) > 5 * len(known)

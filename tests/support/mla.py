@@ -42,6 +42,7 @@ def soften(model: Any) -> None:
         layer.self_attn.kv_a_layernorm.weight.fill_(0.35)
 
 
-def save_deepseek(folder: Path) -> str:
+def save_deepseek(folder: Path, **changes: Any) -> str:
     """Save the model; returns its path."""
-    return save_model(folder, "DeepseekV2", tune=soften, eos_token_id=list(STOPS), **SHAPE)
+    settings: dict[str, Any] = {"eos_token_id": list(STOPS), **SHAPE, **changes}
+    return save_model(folder, "DeepseekV2", tune=soften, **settings)

@@ -53,6 +53,7 @@ class EngineCase:
     greedy: bool  # dynamic trees may preempt requests
     ahead: bool = False  # asynchronous scheduling
     drafter: str = "medusa"  # or hydra, or one of `EAGLE`
+    target: str = "llama"  # or deepseek, with MLA
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,15 @@ def _varied(case: EngineCase, rng: random.Random) -> EngineCase:
             reasoning_start_str=THOUGHTS[0], reasoning_end_str=THOUGHTS[1]
         )
         options.pop("num_gpu_blocks_override", None)
+    latent = not (ON_V2 or drafter in EAGLE or shared) and rng.random() < 0.3
+    if latent:  # whole prompts, without a prefix cache
+        shared["attention_backend"] = "CPU_MLA"
+        options |= {"max_num_batched_tokens": 4096, "enable_prefix_caching": False}
+        if "num_gpu_blocks_override" in options:  # blocks have 16 tokens
+            options["num_gpu_blocks_override"] = MAX_MODEL_LEN // 16 + rng.randint(1, 24)
     return replace(
         case,
+        target="deepseek" if latent else "llama",
         speculation=speculation,
         options=options,
         shared=shared,

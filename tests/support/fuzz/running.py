@@ -24,6 +24,7 @@ from support.engines import engine, metric
 from support.fuzz.cases import ADAPTERS, EAGLE, MAX_MODEL_LEN, STOPS, EngineCase, RequestCase
 from support.hydra import random_hydra
 from support.lora import RANK, save_adapter
+from support.mla import save_deepseek
 from support.models import HIDDEN, save_model, save_random_heads
 from support.planted import planted_by_seed
 from support.runner import async_scheduling
@@ -57,17 +58,22 @@ class Answer:
 
 @dataclass(frozen=True)
 class Models:
-    """A chaotic target with the test model's tokenizer, its drafters, and adapters."""
+    """Chaotic targets with the test model's tokenizer, drafters, and adapters."""
 
-    target: str
+    targets: dict[str, str]  # by `EngineCase.target`
     drafters: dict[str, str]  # by `EngineCase.drafter`
     adapters: list[LoRARequest | None]
 
     @classmethod
     def save(cls, folder: Path) -> Models:
-        target = save_model(folder / "target", "Llama", vocab_size=VOCAB, eos_token_id=STOPS)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(Path(TARGET) / name, target)
+        target = save_model(folder / "llama", "Llama", vocab_size=VOCAB, eos_token_id=STOPS)
+        targets = {
+            "llama": target,
+            "deepseek": save_deepseek(folder / "deepseek", vocab_size=VOCAB),
+        }
+        for path in targets.values():
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(Path(TARGET) / name, path)
         drafters = {"medusa": save_random_heads(folder / "heads", vocab=VOCAB)}
         drafters["hydra"] = str(folder / "hydra")
         save_heads(folder / "hydra", random_hydra(vocab=VOCAB))
@@ -83,7 +89,7 @@ class Models:
             for i in range(1, ADAPTERS + 1)
         ]
         adapters = [LoRARequest(f"adapter{i}", i, path) for i, path in enumerate(paths, 1)]
-        return cls(target, drafters, [None, *adapters])
+        return cls(targets, drafters, [None, *adapters])
 
 
 @dataclass
@@ -100,8 +106,8 @@ class Run:
 def plain_engine(models: Models, case: EngineCase) -> Iterator[LLM]:
     """Room for everything at once: no chunks, no preemption, no cached prefixes."""
     install_moves()  # fixes a bug in vLLM 0.32
-    with engine(models.target, skip_tokenizer_init=False, max_model_len=MAX_MODEL_LEN,
-                max_num_seqs=64, **case.shared) as llm:  # fmt: skip
+    with engine(models.targets[case.target], skip_tokenizer_init=False,
+                max_model_len=MAX_MODEL_LEN, max_num_seqs=64, **case.shared) as llm:  # fmt: skip
         yield llm
 
 
@@ -124,8 +130,8 @@ def run_with_trees(
         if case.ahead:
             stack.enter_context(async_scheduling())
         llm = stack.enter_context(
-            engine(models.target, config, skip_tokenizer_init=False, max_model_len=MAX_MODEL_LEN,
-                   **case.options, **case.shared)
+            engine(models.targets[case.target], config, skip_tokenizer_init=False,
+                   max_model_len=MAX_MODEL_LEN, **case.options, **case.shared)
         )  # fmt: skip
         if case.fickle:
             fickle(patch, llm)
