@@ -115,8 +115,8 @@ MOVED = {
 OVERRIDES = {
     "MedusaModelRunner": {
         "load_model", "initialize_kv_cache", "_prepare_inputs", "_build_attention_metadata",
-        "_sample", "propose_draft_token_ids", "_input_fits_in_drafter", "_bookkeeping_sync",
-        "_update_states", "take_draft_token_ids",
+        "_sample", "propose_draft_token_ids", "_input_fits_in_drafter", "_update_states",
+        "take_draft_token_ids", "execute_model", "sample_tokens",
     },
     "MedusaCPUWorker": {"init_device"},
     "TreeMetadataBuilder": {"build"},

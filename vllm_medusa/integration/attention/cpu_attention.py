@@ -77,6 +77,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
     """Splits a step into trees and the rest; the runner sets `step` during the build."""
 
     step: TreeStep | None = None
+    _had_trees = False  # in the last step
 
     def build(
         self,
@@ -133,12 +134,17 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
         return [layers[name].impl for name in self.layer_names]
 
     def _set_forward(self, *, with_trees: bool) -> None:
-        """Set the layers' `forward`: `attend` for trees, else vLLM's own method, unwrapped."""
-        for impl in self._impls:
-            if with_trees:
-                impl.forward = impl.attend
-            elif "forward" in impl.__dict__:
-                del impl.forward
+        """Set the layers' `forward`: `attend` for trees, else vLLM's own method, unwrapped.
+
+        Layers may have several builders, so trees always set it; plain steps must be fast.
+        """
+        if with_trees or self._had_trees:
+            for impl in self._impls:
+                if with_trees:
+                    impl.forward = impl.attend
+                elif "forward" in impl.__dict__:
+                    del impl.forward
+        self._had_trees = with_trees
 
 
 def part_of(

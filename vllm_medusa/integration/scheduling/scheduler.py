@@ -225,7 +225,7 @@ class TreeScheduler(Scheduler):
         result = super().update_from_output(scheduler_output, model_runner_output)
         if step.requests:
             self._limit_of_last = step.limit if step.limit < self.max_drafts else None
-            more = self.has_unfinished_requests()
+            more = bool(self.running) or self.has_unfinished_requests()
             self._learn_time(self.clock.end(step, more=more))
             self.save_costs(_SAVE_SECONDS if more else _SAVE_IDLE_SECONDS)
         return result
@@ -278,9 +278,14 @@ class TreeScheduler(Scheduler):
 
     def _max_allowed(self) -> int:
         """Max draft nodes that any running request allows; 0 near the end of the context."""
-        drafted = (r for r in self.running if r.num_tokens + self._scratch <= self.max_model_len)
-        own = (max_draft_tokens(request) for request in drafted)
-        return max((self.max_drafts if most is None else most for most in own), default=0)
+        most = 0
+        for request in self.running:
+            if request.num_tokens + self._scratch <= self.max_model_len:
+                own = max_draft_tokens(request)
+                if own is None:
+                    return self.max_drafts
+                most = max(most, own)
+        return most
 
     def _draft_of(self, req_id: str) -> Draft | None:
         """The pending draft of a request; its id may have been reused."""

@@ -52,6 +52,10 @@ class EagleModelRunner(MedusaModelRunner):
         if self.use_aux_hidden_state_outputs:
             check_captured_layers(self.get_model(), self.speculative_config)
 
+    def _drafts_after(self, scheduler_output: Any) -> bool:
+        """Always: the drafter's KV cache needs every token."""
+        return True
+
     def _draft_states(
         self, step: TreeStep | None, verdict: Verdict | None, scheduler_output: Any, *args: Any
     ) -> Roots | None:

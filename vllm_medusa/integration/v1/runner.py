@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -93,6 +92,23 @@ class MedusaModelRunner(CPUModelRunner):
             self._had_grammar |= follows_grammar(request.sampling_params)
         return result
 
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a step; until the end of `sample_tokens` as plain vLLM if there are no drafts."""
+        output = scheduler_output
+        if not output.scheduled_spec_decode_tokens and not self._drafts_after(output):
+            self.speculative_config = None
+        return super().execute_model(output, *args, **kwargs)
+
+    def _drafts_after(self, scheduler_output: Any) -> bool:
+        """Whether a step needs `_propose`: a new request's grammar is not known yet."""
+        output = scheduler_output
+        if output.num_spec_tokens_to_schedule > 0 or self._had_grammar:
+            return True
+        return bool(output.scheduled_new_reqs) or self._searches(output)
+
+    def _searches(self, scheduler_output: Any) -> bool:
+        return self.trees.lookup is not None and not skips_lookup(scheduler_output)
+
     def _slots_of_batch(self) -> np.ndarray:
         return np.array([self._slots[req_id] for req_id in self.input_batch.req_ids])
 
@@ -100,7 +116,7 @@ class MedusaModelRunner(CPUModelRunner):
         if not scheduler_output.scheduled_spec_decode_tokens:
             self.trees.end()
             config, self.speculative_config = self.speculative_config, None
-            try:  # a step without drafts is prepared as in plain vLLM
+            try:  # also if it drafts afterwards
                 return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
             finally:
                 self.speculative_config = config
@@ -125,9 +141,10 @@ class MedusaModelRunner(CPUModelRunner):
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        step, groups = self.trees.step, itertools.chain.from_iterable(self.attn_groups)
+        step = self.trees.step
         if step is None:
             return super()._build_attention_metadata(*args, **kwargs)
+        groups = itertools.chain.from_iterable(self.attn_groups)
         step.slot_mappings = kwargs["slot_mappings"]
         with self.trees.in_builders(group.get_metadata_builder() for group in groups):
             return super()._build_attention_metadata(*args, **kwargs)
@@ -139,8 +156,7 @@ class MedusaModelRunner(CPUModelRunner):
             # rows of prompt embeddings may hold another request's stale draft placeholders (-1)
             metadata.prompt_token_ids.clamp_(min=0)
         rule = None if trees.step is None else trees.requests.typical(self._slots_of_batch())
-        with self._discarded_hidden():
-            trees.verdict, output = self._verifier(logits, trees.step, metadata, rule)
+        trees.verdict, output = self._verifier(logits, trees.step, metadata, rule)
         trees.compact()
         return output
 
@@ -175,7 +191,7 @@ class MedusaModelRunner(CPUModelRunner):
             *args,
         )
         limit = scheduler_output.num_spec_tokens_to_schedule
-        searches = trees.lookup is not None and not skips_lookup(scheduler_output)
+        searches = self._searches(scheduler_output)
         if limit < 1 and not searches and not self._had_grammar:
             self._drafts = DraftMessage([], [])
             return [[] for _ in batch.req_ids]
@@ -273,13 +289,8 @@ class MedusaModelRunner(CPUModelRunner):
         """Always fits: heads use no positions; the scheduler limits drafts by max_model_len."""
         return True
 
-    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        with self._discarded_hidden():
-            return super()._bookkeeping_sync(*args, **kwargs)
-
-    @contextmanager
-    def _discarded_hidden(self) -> Iterator[None]:
-        """Within the block, hide the generators of requests whose token is discarded.
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As in vLLM, with the generators of requests whose token is discarded hidden.
 
         So they do not advance in verification, and vLLM does not rewind them, which fails on CPUs.
         """
@@ -289,6 +300,7 @@ class MedusaModelRunner(CPUModelRunner):
             unused = generators.keys() & np.flatnonzero(mask).tolist()
             hidden = {index: generators.pop(index) for index in unused}
         try:
-            yield
+            return super().sample_tokens(grammar_output)
         finally:
             generators.update(hidden)
+            self.speculative_config = self.vllm_config.speculative_config
