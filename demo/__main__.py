@@ -19,12 +19,8 @@ from demo.replay import replay
 from demo.svg import draw
 from vllm_medusa.cli.console import ConsoleProgress, run_job, stdout_console
 from vllm_medusa.files import refuse_to_replace, require_parent
-from vllm_medusa.heads.checkpoint import peek_heads
-from vllm_medusa.heads.files import find_target
-from vllm_medusa.heads.fingerprint import config_sizes
-from vllm_medusa.heads.fit import require_fit
 from vllm_medusa.job import Progress
-from vllm_medusa.offline.engine import medusa_config
+from vllm_medusa.offline.engine import check_drafter, medusa_config
 from vllm_medusa.offline.machine import describe_machine
 from vllm_medusa.offline.options import check_speculation
 from vllm_medusa.offline.prompts import load_prompts
@@ -124,9 +120,7 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
     drafter = packed.usable(options.drafter, target)
     config = medusa_config(str(drafter), options.speculative_config)
     check_speculation(config)
-    if config["method"] == "medusa":
-        sizes = config_sizes(find_target(target).config)
-        require_fit(peek_heads(drafter), sizes["hidden_size"], sizes["vocab_size"])
+    check_drafter({"model": str(target), "speculative_config": config})
     machine = describe_machine()
     eager = options.eager
     if not eager and not (shutil.which("g++") or shutil.which("clang++")):

@@ -1,4 +1,4 @@
-"""Both engines on the demo's prompts: they start concurrently and then run one at a time.
+"""Both engines on the demo's prompts: they start concurrently and then take turns.
 
 Start-up is mostly compilation, which keeps one core busy. An engine without requests is idle, so
 each engine is measured alone.
@@ -78,7 +78,7 @@ def record(
     engine_args: Mapping[str, Any],  # of both engines
     progress: Progress,
 ) -> tuple[Run, ...]:
-    """Run all prompts through each engine, one at a time, at each temperature.
+    """Run all prompts through both engines, one at a time, at each temperature.
 
     Raises EngineRefused, JobFailed: an engine failed to start; ValueError: a prompt was refused.
     """
@@ -88,25 +88,21 @@ def record(
     drafted = plain | {"speculative_config": dict(speculation)}
     settings = {"plain vLLM": plain, "with drafts": drafted}
     samplings = [Sampling(max_tokens=max_tokens, temperature=t) for t in temperatures]
-    progress.note(
-        "both engines start concurrently (two idle cores: two minutes), then run one at a time"
-    )
+    progress.note("both engines start concurrently (two idle cores: two minutes), then take turns")
     highest = max(samplings, key=lambda sampling: sampling.temperature)
     starts = {name: Start(each, highest).engine for name, each in settings.items()}
     _wait(list(starts.values()), progress)
-    answers = {}
     with ExitStack() as stack:
         engines = {name: stack.enter_context(start.result()) for name, start in starts.items()}
-        for name, engine in engines.items():
-            answers[name] = _answers(name, engine, prompts, samplings, progress)
+        answers = _answers(engines, prompts, samplings, progress)
     tokenizer = AutoTokenizer.from_pretrained(target)
     return tuple(
         Run(
             prompt.request_id,
             prompt.turns[0] if prompt.turns else prompt.text or "",
             temperature,
-            take(answers["plain vLLM"][temperature, prompt.index], tokenizer),
-            take(answers["with drafts"][temperature, prompt.index], tokenizer),
+            take(answers["plain vLLM", temperature, prompt.index], tokenizer),
+            take(answers["with drafts", temperature, prompt.index], tokenizer),
         )
         for temperature in temperatures
         for prompt in prompts
@@ -128,27 +124,29 @@ def _wait(starts: Sequence[Future[EngineProcess]], progress: Progress) -> None:
 
 
 def _answers(
-    name: str,
-    engine: EngineProcess,
+    engines: Mapping[str, EngineProcess],
     prompts: Sequence[Prompt],
     samplings: Sequence[Sampling],
     progress: Progress,
-) -> dict[tuple[float, int], TimedAnswer]:
-    """Generate all answers with one engine."""
-    answers = dict[tuple[float, int], TimedAnswer]()
-    engine.session = TimedConversation
+) -> dict[tuple[str, float, int], TimedAnswer]:
+    """Each engine's answers; the engines take turns, so that other load affects both."""
+    answers = dict[tuple[str, float, int], TimedAnswer]()
+    for engine in engines.values():
+        engine.session = TimedConversation
+        for sampling in samplings:
+            engine.sampling = replace(sampling, max_tokens=_WARM_UP)
+            engine.run(prompts[:1], 1, _SEED)
     for sampling in samplings:
-        engine.sampling = replace(sampling, max_tokens=_WARM_UP)
-        engine.run(prompts[:1], 1, _SEED)
-    for engine.sampling in samplings:
         for done, prompt in enumerate(prompts, start=1):
-            (result,), _ = engine.run([prompt], 1, _SEED)
-            if result.error is not None:
-                raise ValueError(f"prompt {prompt.request_id} was refused: {result.error}")
-            answer = result.answers[0]
-            assert isinstance(answer, TimedAnswer)
-            answers[engine.sampling.temperature, prompt.index] = answer
-            progress.at(f"{name}, T {engine.sampling.temperature:g}, prompts", done, len(prompts))
+            for name, engine in engines.items():
+                engine.sampling = sampling
+                (result,), _ = engine.run([prompt], 1, _SEED)
+                if result.error is not None:
+                    raise ValueError(f"prompt {prompt.request_id} was refused: {result.error}")
+                answer = result.answers[0]
+                assert isinstance(answer, TimedAnswer)
+                answers[name, sampling.temperature, prompt.index] = answer
+            progress.at(f"T {sampling.temperature:g}, prompts", done, len(prompts))
     return answers
 
 

@@ -22,6 +22,8 @@ from vllm_medusa.tree.forms import FORMS, TreeValue, did_you_mean, read_tree, sh
 from vllm_medusa.tree.presets import DEFAULT_TREE
 from vllm_medusa.tree.topology import MAX_NODES, TokenTree, TreeError
 
+METHOD = "medusa"
+
 
 class MedusaConfigError(ValueError):
     """An invalid option; the message has the allowed values and the remedy."""
@@ -427,6 +429,17 @@ def loggers_left_alone() -> Iterator[None]:
     with patch.dict(os.environ, {"VLLM_CONFIGURE_LOGGING": "0"}):
         os.environ.pop("VLLM_LOGGING_CONFIG_PATH", None)
         yield
+
+
+def refuse_misspelled(method: object) -> None:
+    """Refuse a method that was probably meant to be "medusa"; others are vLLM's."""
+    if not isinstance(method, str) or method == METHOD:
+        return
+    if hint := did_you_mean(method.strip().lower(), [METHOD]):
+        raise MedusaConfigError(
+            f"speculative_config has the unknown method {method!r}{hint}. Trees need "
+            '"method": "medusa", or "eagle", "eagle3" or "mtp" and a "tree".'
+        )
 
 
 def _explained(kind: type[_Options], error: ValidationError) -> str:

@@ -326,11 +326,12 @@ class AutoBudget:
     def _alternative(self, plan: Plan) -> tuple[float, ...]:
         """A row of `Plan.arms`, and the max charge for trying it, as a share of the max savings.
 
-        Every other time no drafts, else a limit or a number of nodes. Plain steps are tried that
-        often because drafting is compared with them: if only steps with drafts become slower, this
-        looks like a slower machine until a plain step has run. Numbers next to the best one are
-        tried at any limit, since its own limit may be too low for them; distant ones say little
-        about it. Charges are bounded where the estimate may be wrong, but not by much.
+        While drafting, every other time no drafts, else a limit or a number of nodes. Plain steps
+        are tried that often because drafting is compared with them: if only steps with drafts
+        become slower, this looks like a slower machine until a plain step has run. Numbers next to
+        the best one are tried at any limit, since its own limit may be too low for them; distant
+        ones say little about it. Charges are bounded where the estimate may be wrong, but not by
+        much.
         """
         turn = self.turn
         if self.drafting:

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from vllm_medusa.heads.eagle_tensors import LAYER_IDS, Layout, named_layers
-from vllm_medusa.heads.files import CheckpointFiles, Progress, Source, find_checkpoint, find_target
+from vllm_medusa.heads.files import (
+    CheckpointFiles,
+    Progress,
+    Source,
+    find_checkpoint,
+    find_target,
+    is_drafter,
+)
 from vllm_medusa.heads.fingerprint import config_sizes, of_target
 from vllm_medusa.heads.fit import NO, Check, Inspected, Verdict, compare
 from vllm_medusa.heads.model import HeadsError
@@ -84,6 +91,38 @@ def inspect_drafter(
     if found.reads_layers and target.get("num_layers") is not None:
         checks.append(_layers(found.layers, found.num_states, target["num_layers"]))
     return EagleInspection(files.label, checks, [], found)
+
+
+def require_eagle(
+    source: str, revision: str | None, method: str, target: str, sizes: Mapping[str, Any]
+) -> EagleInspection:
+    """`inspect_drafter` of a drafter for vLLM's ``method`` and a target of these `config_sizes`.
+
+    Raises HeadsError: it does not fit.
+    """
+    files = find_checkpoint(source, revision)
+    if not is_drafter(files):
+        if Path(target).is_dir() and drafter_method(target):
+            raise HeadsError(
+                f"The model, {target}, is an EAGLE drafter, but {source} is not. Swap them."
+            )
+        raise HeadsError(
+            f"{source} holds no EAGLE drafter. Pass its folder, or, for Medusa and Hydra heads, "
+            'set "method": "medusa".'
+        )
+    found = inspect_drafter(files, sizes, method)
+    for check in found.checks:
+        if check.verdict == NO and check.name in ("hidden size", "vocabulary"):
+            raise HeadsError(
+                f"The drafter in {source} is for targets with {check.name} {check.text} "
+                f"({target}). Use the target that it was trained on, or a drafter trained for "
+                "this one."
+            )
+        if check.verdict == NO:
+            if (own := drafter_method(source, revision)) not in (None, method):
+                raise HeadsError(f'The drafter in {source} needs "method": "{own}".')
+            raise HeadsError(f"The drafter in {source}: {check.text}.")
+    return found
 
 
 def doubtful_layers(config: Mapping[str, Any]) -> str:

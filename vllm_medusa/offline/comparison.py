@@ -16,7 +16,7 @@ from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress, plural
 from vllm_medusa.offline.defaults import measure, plan_engine, read_limits
-from vllm_medusa.offline.engine import Sampling, medusa_config
+from vllm_medusa.offline.engine import Sampling, check_drafter, medusa_config
 from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.machine import describe_machine, format_machine
 from vllm_medusa.offline.options import CompareOptions, check_speculation
@@ -146,6 +146,7 @@ def speculation(options: CompareOptions) -> dict[int | None, dict[str, Any]]:
     found[None] = config
     for each in found.values():
         check_speculation(each)
+    check_drafter({"model": options.target, "speculative_config": config, **options.engine_args})
     return found
 
 

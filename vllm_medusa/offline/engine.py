@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_medusa.offline.batch import Delta, RequestRefused
 from vllm_medusa.offline.conversations import prompt_ids
+from vllm_medusa.offline.defaults import CHANGE_MODEL
 from vllm_medusa.offline.machine import available_memory
 from vllm_medusa.offline.prompts import Message, PromptError
 
@@ -42,6 +44,32 @@ def medusa_config(heads: str | None, more: Mapping[str, Any] | None = None) -> d
         if (method := drafter_method(heads, (more or {}).get("revision"))) is not None:
             config |= {"method": method, "tree": "dynamic"}
     return config | dict(more or {})
+
+
+def check_drafter(arguments: Mapping[str, Any]) -> None:
+    """Check a drafter's files, and its sizes if the target is a folder, without vLLM.
+
+    ``arguments`` are those of vLLM's ``LLM``. Raises HeadsError: an engine would not start.
+    """
+    from vllm_medusa.config import DRAFTER_METHODS
+    from vllm_medusa.heads.checkpoint import peek_heads
+    from vllm_medusa.heads.eagle_checkpoint import require_eagle
+    from vllm_medusa.heads.files import read_json
+    from vllm_medusa.heads.fingerprint import config_sizes
+    from vllm_medusa.heads.fit import require_fit
+
+    config = arguments["speculative_config"] or {}
+    drafter, revision = config.get("model"), config.get("revision")
+    if drafter is None:
+        return
+    path = Path(arguments["model"]) / "config.json"
+    known = path.is_file() and not CHANGE_MODEL & arguments.keys()
+    sizes = config_sizes(read_json(path) if known else {})
+    if config["method"] == "medusa":
+        info = peek_heads(drafter, revision=revision)
+        require_fit(info, sizes["hidden_size"], sizes["vocab_size"])
+    elif "tree" in config and config["method"] in DRAFTER_METHODS and known:
+        require_eagle(drafter, revision, config["method"], arguments["model"], sizes)
 
 
 MEMORY_OPTIONS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}  # tokens do not depend on them

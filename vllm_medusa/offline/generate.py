@@ -12,7 +12,7 @@ from vllm_medusa.files import digest, fingerprint
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.batch import AcceptanceCounts, Conversation, Result, Session
 from vllm_medusa.offline.defaults import CHANGE_MODEL, measure, read_limits
-from vllm_medusa.offline.engine import Sampling, start_seconds, without_memory
+from vllm_medusa.offline.engine import Sampling, check_drafter, start_seconds, without_memory
 from vllm_medusa.offline.options import GenerateOptions, PromptJob
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
@@ -124,6 +124,7 @@ def run_prompts(
         progress.note("nothing to do")
         return None
     acceptance, tokens, prompts = AcceptanceCounts(), 0, list(prompts)
+    check_drafter(options.llm_arguments())
     if options.prompts is not None and options.on_bad_line == "refuse":
         refuse_unanswerable(options, prompts, progress)
     progress.note(f"starting vLLM (about {start_seconds(options.engine_args)} s)")

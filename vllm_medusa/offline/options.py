@@ -87,8 +87,14 @@ class Speculation(Options):
 
 def check_speculation(config: Mapping[str, Any]) -> None:
     """Check everything possible without the heads, before an engine starts."""
-    from vllm_medusa.config import DRAFTER_METHODS, MedusaConfig, resolve_tree  # slow
+    from vllm_medusa.config import (  # slow
+        DRAFTER_METHODS,
+        MedusaConfig,
+        refuse_misspelled,
+        resolve_tree,
+    )
 
+    refuse_misspelled(config["method"])
     if config["method"] == "medusa":
         medusa = MedusaConfig.from_speculative_config(config)
         resolve_tree(medusa.tree, max_draft_tokens=medusa.num_speculative_tokens)

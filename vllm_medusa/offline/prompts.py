@@ -107,7 +107,7 @@ def load_prompts(
     prompts, bad = read_prompts(path, column)
     settle_bad_lines(path, bad, on_bad_line, progress)
     if not prompts:
-        raise PromptError(f"{path}: no prompts in it.")
+        raise PromptError(f"{path}: no prompts in it. Add at least one.")
     return prompts
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from support import commands
+from support.assets import HEADS
 from support.commands import said
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -40,12 +41,12 @@ def test_one_line_for_each_prompt(arguments, tmp_path, capfd):
 
 def test_options_reach_the_engine(arguments, engine):
     config = {"tree": {"dense": [3, 2]}, "acceptance": "typical", "num_speculative_tokens": 5}
-    options = ["--speculative-model", "heads", "--speculative-config", json.dumps(config)]
+    options = ["--speculative-model", HEADS, "--speculative-config", json.dumps(config)]
     options += ["--temperature", "0.7", "--seed", "3", "--stop", "a", "b"]
     options += ["--engine-args", '{"enforce_eager": true}']
     assert run(*arguments, *options) == 0
     ((settings, sampling, extra),) = engine.built
-    assert settings["speculative_config"] == {"method": "medusa", "model": "heads", **config}
+    assert settings["speculative_config"] == {"method": "medusa", "model": HEADS, **config}
     assert settings["enforce_eager"] is True
     assert (sampling.temperature, sampling.stop) == (0.7, ("a", "b"))
     assert extra["seeded"] is True
@@ -69,7 +70,7 @@ def test_other_settings_or_files_are_refused(prompts, tmp_path, change, named, c
     (tmp_path / "tree.json").write_text("[[0]]")
     config = json.dumps({"tree": str(tmp_path / "tree.json")})
     arguments = ("-i", prompts, "-o", tmp_path / "o.jsonl", "--speculative-config", config)
-    arguments = (tmp_path / "target", *arguments, "--speculative-model", "heads")
+    arguments = (tmp_path / "target", *arguments, "--speculative-model", HEADS)
     assert run(*arguments) == run(*arguments) == 0
     if isinstance(change, str):  # another file at the same place
         other = {"tree.json": "[[0], [1]]", "prompts.jsonl": '{"prompt": "one more"}\n'}
@@ -82,12 +83,11 @@ def test_other_settings_or_files_are_refused(prompts, tmp_path, change, named, c
 
 @pytest.mark.parametrize("spelling", ["slash", "relative", "another place"])
 def test_the_same_checkpoints_under_other_paths_resume(
-    prompts, tmp_path, monkeypatch, engine, capfd, spelling
+    prompts, tmp_path, monkeypatch, engine, heads, capfd, spelling
 ):
-    target, heads = tmp_path / "target", tmp_path / "heads"
-    for folder in (target, heads):
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(folder.name.encode())
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "model.safetensors").write_bytes(b"target")
     rest = ("-i", prompts, "-o", tmp_path / "o.jsonl")
     assert run(target, "--speculative-model", heads, *rest) == 0
     place = str(target), str(heads)
@@ -137,12 +137,21 @@ def test_a_prompt_refused_by_the_engine(arguments, prompts, tmp_path, engine, ca
         ({"tree": "mc_sim"}, "There is no preset or file 'mc_sim'"),
         ({"acceptance": "exact"}, 'mode is \'exact\'; use "lossless" or "typical"'),
         ({"budget": 7, "tree": "mc_sim_7b_63"}, 'a static "tree" is set too'),
+        ({"method": "medua"}, "unknown method 'medua' (did you mean 'medusa'?)"),
+        ({}, "do not fit the target: hidden size 256; the target has 512"),
+        ({"method": "eagle3", "tree": "dynamic"}, "holds no EAGLE drafter"),
     ],
 )
-def test_speculation_that_cannot_work_is_refused(arguments, tmp_path, config, message, capfd):
+def test_speculation_that_cannot_work_is_refused(
+    arguments, tmp_path, engine, config, message, capfd
+):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target/config.json").write_text('{"hidden_size": 512}')
     text = config if isinstance(config, str) else json.dumps(config)
-    assert run(*arguments, "--speculative-model", "heads", "--speculative-config", text) == 2
+    options = ("--speculative-model", HEADS, "--speculative-config", text)
+    assert run(tmp_path / "target", *arguments[1:], *options) == 2
     assert message in said(capfd)
+    assert not engine.built
     assert not (tmp_path / "o.jsonl").exists()
 
 

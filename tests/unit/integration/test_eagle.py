@@ -170,7 +170,6 @@ def starting_at(first: int) -> torch.Tensor:
         ({"fc_norm": True, "norm_before_fc": True}, "mutually exclusive"),
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "is Eagle3DeepseekV3ForCausalLM"),
         ({"architectures": ["Qwen3ForCausalLM"]}, 'no "layers.0.self_attn.q_norm.weight"'),
-        ({"draft_vocab_size": 8}, "width is 10, but"),
         *((("d2t", starting_at(first)), "has token ids from") for first in (2, -1, 600)),
         (("fc.weight", None), "EAGLE drafter"),
         (("fc.weight", torch.zeros(HIDDEN, HIDDEN)), "belongs to another target"),
@@ -188,6 +187,12 @@ def test_other_drafters(other: Any, changes: Any, words: str) -> None:
     config, tensors = (changes, {}) if isinstance(changes, dict) else ({}, dict([changes]))
     with pytest.raises(MedusaConfigError, match=words):
         other(config, **tensors)
+
+
+def test_a_tree_wider_than_the_vocabulary(other: Any) -> None:
+    tensors = {"lm_head.weight": torch.zeros(8, HIDDEN), "d2t": OFFSETS[:8]}
+    with pytest.raises(MedusaConfigError, match="width is 10, but"):
+        other({"draft_vocab_size": 8}, **tensors)
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from vllm.config import SpeculativeConfig
 
 from vllm_medusa.config import DRAFTER_METHODS, EagleConfig, MedusaConfigError
-from vllm_medusa.heads.eagle_checkpoint import (
-    doubtful_layers,
-    drafter_method,
-    inspect_drafter,
-    named_layers,
-)
+from vllm_medusa.heads.eagle_checkpoint import doubtful_layers, named_layers, require_eagle
 from vllm_medusa.heads.eagle_tensors import P_EAGLE, Layout
-from vllm_medusa.heads.files import find_checkpoint, is_drafter
-from vllm_medusa.heads.fit import NO
+from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.startup.options import (
@@ -99,18 +92,7 @@ def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width:
     }
     label = config.model
     try:
-        files = find_checkpoint(label, config.revision)
-        if not is_drafter(files):
-            if Path(model_config.model).is_dir() and drafter_method(model_config.model):
-                raise HeadsError(
-                    f"The model, {model_config.model}, is an EAGLE drafter, but {label} is not. "
-                    "Swap them"
-                )
-            raise HeadsError(
-                f"{label} holds no EAGLE drafter. Pass its folder, or, for Medusa and Hydra heads, "
-                'set "method": "medusa"'
-            )
-        found = inspect_drafter(files, target, method)
+        found = require_eagle(label, config.revision, method, model_config.model, target)
     except HeadsError as error:
         raise MedusaConfigError(f"{str(error).rstrip('.')}.") from None
     if width > (known := found.drafter.draft_vocab_size):
@@ -118,18 +100,7 @@ def check_checkpoint(config: EagleConfig, method: str, model_config: Any, width:
             f"The tree's width is {width}, but the drafter in {label} has {known} "
             "tokens. Use a narrower tree."
         )
-    for check in found.checks:
-        if check.verdict == NO and check.name in ("hidden size", "vocabulary"):
-            raise MedusaConfigError(
-                f"The drafter in {label} is for targets with {check.name} {check.text} "
-                f"({model_config.model}). Use the target that it was trained on, or a drafter "
-                "trained for this one."
-            )
-        if check.verdict == NO:
-            if (own := drafter_method(label, config.revision)) not in (None, method):
-                raise MedusaConfigError(f'The drafter in {label} needs "method": "{own}".')
-            raise MedusaConfigError(f"The drafter in {label}: {check.text}.")
-    compare_targets(files, model_config)
+    compare_targets(find_checkpoint(label, config.revision), model_config)
     return found.drafter
 
 

@@ -10,11 +10,10 @@ from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
-from vllm_medusa.config import DRAFTER_METHODS, MedusaConfigError
+from vllm_medusa.config import DRAFTER_METHODS, METHOD, MedusaConfigError, refuse_misspelled
 from vllm_medusa.integration.overrides import override
 from vllm_medusa.tree.forms import did_you_mean
 
-METHOD = "medusa"
 _OWN_KEYS = ("tree", "acceptance", "budget", "lookup", "shared_noise")
 _TOO_FEW_TOKENS = "Consider increasing max_num_batched_tokens"  # vLLM's error for LoRA with drafts
 
@@ -61,7 +60,8 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _refuse_misplaced_keys(speculative: Mapping[str, Any], method: str | None) -> None:
-    """Refuse our keys, also misspelled, or a misspelled "medusa", with another method."""
+    """Refuse our keys, also misspelled, with another method, and a misspelled "medusa"."""
+    refuse_misspelled(method)
     ours = [key for key in _OWN_KEYS if key in speculative]
     if method in DRAFTER_METHODS:
         from vllm.config import SpeculativeConfig
@@ -75,10 +75,10 @@ def _refuse_misplaced_keys(speculative: Mapping[str, Any], method: str | None) -
                 f"speculative_config has {', '.join(map(repr, ours))}, which {method!r} supports "
                 'only with a tree: add "tree": "dynamic".'
             )
-    if ours or (method is not None and did_you_mean(method.strip().lower(), [METHOD])):
+    if ours:
         found = f"method is {method!r}" if method else "no method is set"
         raise MedusaConfigError(
-            f"speculative_config has {', '.join(map(repr, ours)) or 'a misspelled method'}, but "
+            f"speculative_config has {', '.join(map(repr, ours))}, but "
             f'{found}. Trees need "method": "medusa", or "eagle", "eagle3" or "mtp" and a "tree".'
         )
 
