@@ -172,7 +172,8 @@ def test_streamed_chat(server: Server, offline: dict[str, list[Answer]]) -> None
         text = "".join(choice.delta.content or "" for choice in choices)
         usage = chunks[-1].usage
         assert Answer(text, choices[-1].finish_reason, usage.completion_tokens) == expected
-        assert sum(bool(choice.delta.content) for choice in choices) > 5
+        # on a busy machine, vLLM merges the tokens of several steps in a chunk
+        assert sum(bool(choice.delta.content) for choice in choices) > 1
 
 
 def test_completions(server: Server, offline: dict[str, list[Answer]]) -> None:
