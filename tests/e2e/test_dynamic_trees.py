@@ -16,7 +16,17 @@ import torch
 from support.assets import HEADS as TRAINED_HEADS
 from support.assets import TARGET, code_prompts, trained_model
 from support.budgets import fickle, policy_of, scheduler_of, verify_all
-from support.engines import complete, engine, greedy, medusa, metric, random_prompts, start, stop
+from support.engines import (
+    complete,
+    engine,
+    greedy,
+    medusa,
+    metric,
+    random_prompts,
+    start,
+    stop,
+    worker_of,
+)
 from support.metrics import added, counts
 from support.models import VOCAB
 from support.planted import random_topologies
@@ -24,6 +34,7 @@ from support.reference import Reference, differing, plain_greedy
 from support.runner import sized
 from support.spies import assert_reported, mean_accepted, recorded_steps, tree_rows
 from vllm import LLM, envs
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_medusa.budget import policy
 from vllm_medusa.budget.cost import StepCost
@@ -89,6 +100,26 @@ def test_random_topologies(llm: LLM, reference: Reference, monkeypatch: Patch) -
     assert acceptance(llm, reference) > 1
     assert metric(llm, "num_preemptions") > before
     assert len(topologies) > 5 * len(reference.prompts)
+
+
+def test_steps_without_drafts_are_plain_vllms(
+    llm: LLM, reference: Reference, monkeypatch: Patch
+) -> None:
+    """Without drafts, only a prefill proposes; a step without tokens does not end drafting."""
+    model_runner, proposals = worker_of(llm).model_runner, []
+    propose = model_runner._propose
+    monkeypatch.setattr(
+        model_runner, "_propose", lambda *args: proposals.append(args[0]) or propose(*args)
+    )
+    for limit in (0, None):
+        proposals.clear()
+        own = {"medusa": {"max_draft_tokens": limit}} if limit is not None else None
+        with recorded_steps() as steps:
+            (got,) = complete(llm, reference.prompts[:1], greedy(TOKENS, extra_args=own))
+        assert list(got.token_ids) == list(reference.completions[0].token_ids)
+        assert len(proposals) == (len(steps) if limit is None else 1) and len(steps) > 1
+        assert proposals[0].scheduled_new_reqs
+        model_runner.execute_model(SchedulerOutput.make_empty())
 
 
 def of_another_request(patch: Patch) -> None:

@@ -59,6 +59,15 @@ def test_equal_tokens_exit_with_0(run, capsys):
     assert "a«bc»d«e»fg" in shown and "prompt 0" in shown
 
 
+@pytest.mark.parametrize(("slower", "warns"), [(1.0, False), (0.5, True), (4.0, True)])
+def test_implausible_ratios_are_named(run, capsys, slower, warns):
+    """Plain decoding takes 0.7 s times ``slower``; the drafts have 1.40x of 1.0, and tau 2."""
+    steps = [(slower * 0.1 * (i + 1), letter) for i, letter in enumerate("abcdefg")]
+    runs = tuple(replace(each, plain=take(steps)) for each in RECORDING.runs)
+    assert run(replace(RECORDING, runs=runs)) == 0
+    assert ("below 1x or far above tau" in capsys.readouterr().out) == warns
+
+
 def test_a_wrong_token_exits_with_1(run, capsys):
     assert run(wrong(RECORDING)) == 1
     shown = capsys.readouterr().out

@@ -68,7 +68,7 @@ def check_drafter(arguments: Mapping[str, Any]) -> None:
     if config["method"] == "medusa":
         info = peek_heads(drafter, revision=revision)
         require_fit(info, sizes["hidden_size"], sizes["vocab_size"])
-    elif "tree" in config and config["method"] in DRAFTER_METHODS and known:
+    elif "tree" in config and config["method"] in DRAFTER_METHODS:
         require_eagle(drafter, revision, config["method"], arguments["model"], sizes)
 
 

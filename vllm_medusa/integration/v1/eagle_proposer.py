@@ -41,6 +41,8 @@ class EagleTreeDrafter(EagleTrees, EagleProposer):
 class EagleModelRunner(MedusaModelRunner):
     """`MedusaModelRunner` whose drafter has a KV cache that is updated with accepted paths."""
 
+    needs_every_token = True
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         self.drafter = EagleTreeDrafter(vllm_config, device, self)
@@ -51,10 +53,6 @@ class EagleModelRunner(MedusaModelRunner):
         super().load_model(*args, **kwargs)
         if self.use_aux_hidden_state_outputs:
             check_captured_layers(self.get_model(), self.speculative_config)
-
-    def _drafts_after(self, scheduler_output: Any) -> bool:
-        """Always: the drafter's KV cache needs every token."""
-        return True
 
     def _draft_states(
         self, step: TreeStep | None, verdict: Verdict | None, scheduler_output: Any, *args: Any

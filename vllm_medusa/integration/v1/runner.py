@@ -38,6 +38,8 @@ from vllm_medusa.tree.draft_trees import DraftTrees
 class MedusaModelRunner(CPUModelRunner):
     """vLLM's CPU runner, verifying trees instead of chains."""
 
+    needs_every_token = False  # whether the drafter's KV cache has an entry for each token
+
     trees: RequestTrees
     speculative_config: Any
     sampler: Any
@@ -95,16 +97,19 @@ class MedusaModelRunner(CPUModelRunner):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step; until the end of `sample_tokens` as plain vLLM if there are no drafts."""
         output = scheduler_output
-        if not output.scheduled_spec_decode_tokens and not self._drafts_after(output):
-            self.speculative_config = None
+        uses_trees = (
+            output.scheduled_spec_decode_tokens
+            or output.scheduled_new_reqs  # their grammars are not known yet
+            or self.needs_every_token
+            or self._drafts_after(output)
+        )
+        self.speculative_config = self.vllm_config.speculative_config if uses_trees else None
         return super().execute_model(output, *args, **kwargs)
 
     def _drafts_after(self, scheduler_output: Any) -> bool:
-        """Whether a step needs `_propose`: a new request's grammar is not known yet."""
-        output = scheduler_output
-        if output.num_spec_tokens_to_schedule > 0 or self._had_grammar:
-            return True
-        return bool(output.scheduled_new_reqs) or self._searches(output)
+        """Whether there may be drafts for the step after this one."""
+        limit = scheduler_output.num_spec_tokens_to_schedule
+        return limit > 0 or self._had_grammar or self._searches(scheduler_output)
 
     def _searches(self, scheduler_output: Any) -> bool:
         return self.trees.lookup is not None and not skips_lookup(scheduler_output)
@@ -190,11 +195,10 @@ class MedusaModelRunner(CPUModelRunner):
             hidden_states,
             *args,
         )
-        limit = scheduler_output.num_spec_tokens_to_schedule
-        searches = self._searches(scheduler_output)
-        if limit < 1 and not searches and not self._had_grammar:
+        if not self._drafts_after(scheduler_output):
             self._drafts = DraftMessage([], [])
             return [[] for _ in batch.req_ids]
+        limit = scheduler_output.num_spec_tokens_to_schedule
         slots = self._slots_of_batch()
         structured = trees.requests.follows_grammar(slots)
         num_tokens = batch.num_tokens_no_spec[: len(slots)].astype(np.int64)
@@ -203,7 +207,7 @@ class MedusaModelRunner(CPUModelRunner):
         depth = trees.useful_depth(slots, num_tokens, num_new)
         stream = self._stream(slots, depth, limit)
         drafts = self._draft(states, root, torch.from_numpy(depth), limit, structured, stream)
-        if searches:
+        if self._searches(scheduler_output):
             texts, rows = batch.token_ids_cpu[:, : num_tokens.max()], np.arange(len(slots))
             may_copy = trees.requests.may_copy(slots)
             drafts = trees.add_copies(
