@@ -109,7 +109,7 @@ def test_eagle_3(command, tmp_path):
 
 def test_commands_recognize_a_drafters_folder(tmp_path):
     """`generate`, `compare` and others, by `--speculative-model`."""
-    drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (1, 2, 3)).save(tmp_path / "e")
+    drafter = Eagle3(torch.zeros(512, 64), torch.arange(0, 512, 2), (1, 2, 3)).save(tmp_path / "e")
     own = {"method": "eagle3", "model": drafter, "tree": "dynamic"}
     assert medusa_config(drafter) == own
     more = {"tree": "chain", "budget": 4}
