@@ -111,6 +111,11 @@ class _Curve:
         self._is_stale = True
 
 
+def _known(slopes: list[tuple[_Curve, int, float]]) -> float:
+    """Variance of a step's time; ``slopes``: d log(time) / d log(knot)."""
+    return sum(slope**2 * float(curve.variance[knot]) for curve, knot, slope in slopes)
+
+
 class StepCost:
     """Milliseconds of a step.
 
@@ -187,14 +192,13 @@ class StepCost:
             (curve, knot, slope / total if curve is self._plain else max(slope / total, _MIN_SLOPE))
             for curve, knot, slope in slopes
         ]
-        known = sum(slope**2 * float(curve.variance[knot]) for curve, knot, slope in slopes)
-        bound = _MAX_ERROR * math.sqrt(known + _NOISE)
+        bound = _MAX_ERROR * math.sqrt(_known(slopes) + _NOISE)
         if abs(error) > bound and self._is_change(error):
-            known, bound = _SURPRISED, math.inf
+            bound = math.inf
         elif abs(error) <= bound:
             self._streak = 0
         error = min(max(error, -bound), bound)
-        whole = known + _SPEED + _NOISE
+        whole = _known(slopes) + _SPEED + _NOISE
         for curve, knot, slope in slopes:
             variance = float(curve.variance[knot])
             gain = slope * variance / whole

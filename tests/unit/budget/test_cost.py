@@ -109,6 +109,18 @@ def test_a_sudden_change_is_adopted_after_a_few_steps(rows):
     assert cost.plain_ms(1) == pytest.approx(20.0 if rows > 1 else 100.0, rel=0.15)
 
 
+@pytest.mark.parametrize(("rows", "requests", "limit"), [(1, 1, 0), (5, 1, 4), (300, 16, 4)])
+def test_four_steps_show_a_sudden_change(rows, requests, limit):
+    """Also if it is divided among several knots."""
+    cost = StepCost(1024)
+    for _ in range(300):
+        cost.observe(rows, requests, limit, 10.0)
+    for _ in range(4):
+        cost.observe(rows, requests, limit, 30.0)
+    assert cost.surprises == 1
+    assert float(cost.ms(rows, requests, limit)) == pytest.approx(30.0, rel=0.1)
+
+
 @pytest.mark.parametrize("times", [0.1, 10.0, 1000.0])
 def test_one_outlier_does_not_matter(times):
     cost, rows = learned(), np.array([1, 2, 4, 8, 16, 32])
