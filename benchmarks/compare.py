@@ -8,7 +8,8 @@ These are one benchmark with different defaults (`runner.CASES`). With --rounds 
 tokens per step depend only on the texts, so other load on the machine does not matter; values after
 +- are standard errors over prompts. With --waves 3 a turn has three answers per batch slot: when an
 answer ends, the next request takes its slot, as in a server, and each answer has its own length
-(`engines.UnevenAnswer`).
+(`engines.UnevenAnswer`). The same engine can be some per cent faster or slower after another start:
+--starts averages over starts, and the form "plain" is plain vLLM beside itself.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ Form = Literal[
     "both",
     "stock",
     "ngram",
+    "plain",
 ]
 
 
@@ -57,12 +59,15 @@ class CompareOptions(EngineOptions):
         "automatic: trees by the budget, also with lookup; dynamic, static: trees of --nodes; "
         "noiseless: dynamic without shared noise; chain: of --chain; lookup: dynamic trees "
         "without the drafter; both: with it; stock, ngram: vLLM's own chain and n-grams of "
-        "--chain",
+        "--chain; plain: another engine of plain vLLM, which shows the noise",
         default=("automatic", "chain", "dynamic", "static", "stock", "ngram"),
     )
     nodes: tuple[Positive, ...] = option("numbers of draft nodes of trees", default=(4, 7, 15))
     chain: tuple[Positive, ...] = option("numbers of draft tokens of chains", default=(3, 5))
     waves: Positive = option("answers per batch slot and turn", default=1)
+    starts: Positive = option(
+        "starts of every engine, each with --rounds; starts differ in speed", default=1
+    )
 
 
 def with_defaults(**defaults: Any) -> type[CompareOptions]:
@@ -86,14 +91,15 @@ def run(options: CompareOptions, progress: Progress) -> Iterator[Row]:
         session = partial(UnevenAnswer, mean=options.max_tokens)
     found = arms(folders, options, progress)
     tasks = options.tasks()
-    yield from compare(found, options, progress, tasks, waves=options.waves, session=session)
+    how: dict[str, Any] = {"waves": options.waves, "starts": options.starts, "session": session}
+    yield from compare(found, options, progress, tasks, **how)
 
 
 def arms(folders: list[Path], options: CompareOptions, progress: Progress) -> list[Arm]:
     """The arms to compare with plain vLLM, drafter by drafter."""
     found: list[Arm] = []
     for folder, label in zip(folders, labels(folders), strict=True):
-        for form in (form for form in options.forms if form != "ngram"):
+        for form in (form for form in options.forms if form not in ("ngram", "plain")):
             sizes = options.chain if form in ("chain", "stock") else options.nodes
             for size in (0,) if form.startswith(AUTOMATIC) else sizes:
                 shares = form in ("dynamic", "noiseless") and not options.rounds
@@ -105,6 +111,8 @@ def arms(folders: list[Path], options: CompareOptions, progress: Progress) -> li
                     found.append(arm)
                 else:
                     progress.note(f"{folder.name}: no {form} of {size}")
+    if "plain" in options.forms:
+        found.append(Arm("plain", None, {"drafter": "none", "form": "plain"}))
     return list({arm.name: arm for arm in [*found, *_ngrams(options)]}.values())
 
 

@@ -144,6 +144,11 @@ class Arm:
     against: str = ""  # an earlier arm as reference for gains
     exact: bool = True  # False: its tokens may differ from plain vLLM's when sampling
 
+    @property
+    def engine(self) -> tuple[bool, str]:
+        """Arms with the same can share an engine."""
+        return self.stock, json.dumps(self.config)
+
 
 PLAIN = Arm("plain")
 
@@ -182,6 +187,7 @@ def compare(
     tasks: Tasks,
     *,
     waves: int = 1,  # prompts per batch slot and turn
+    starts: int = 1,  # of every engine, each with all rounds
     session: Callable[[Prompt], Any] = Conversation,
     judge: Judge | None = None,
     engine_args: Mapping[str, Any] | None = None,  # for all engines
@@ -189,36 +195,45 @@ def compare(
     """A row for each arm, batch, temperature and task, and one for all tasks combined.
 
     Adjacent arms of one configuration share an engine. An arm whose engine fails has no more rows
-    with numbers; the others are measured.
+    with numbers; the others are measured. Rows come in the last of ``starts``.
     """
-    arms = options.chosen(arms)
-    counts: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-    with engine(PLAIN, options, engine_args) as plain:
-        plain.session = session
-        baseline = plain if options.rounds else Remembered(plain)
-        for _, group in groupby(arms, key=lambda arm: (arm.stock, json.dumps(arm.config))):
-            points = list(product(list(group), options.batch, options.temperatures))
-            progress.note(f"{points[0][0].name}: starting the engine")
-            try:
-                with engine(points[0][0], options, engine_args) as process:
-                    process.session = session
-                    while points:
-                        rows = []
-                        for task in tasks:
-                            point = Point(*points[0], task, tasks[task], options, waves)
-                            rows.append(point.measure(plain, baseline, process, counts, judge))
-                            yield rows[-1]
-                        if len(rows) > 1:
-                            yield _together(rows, points[0])
-                        del points[0]
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                yield from (Row(_what(*point), failed=reason) for point in points)
+    counts: dict[tuple[Any, ...], Counts] = {}
+    loads = [  # each with a point per task
+        [Point(*load, task, tasks[task], options, waves) for task in tasks]
+        for load in product(options.chosen(arms), options.batch, options.temperatures)
+    ]
+    groups = [list(each) for _, each in groupby(loads, key=lambda load: load[0].arm.engine)]
+    for start in range(1, starts + 1):
+        is_last = start == starts
+        with engine(PLAIN, options, engine_args) as plain:
+            plain.session = session
+            baseline = plain if options.rounds else Remembered(plain)
+            for group in list(groups):
+                arm, left = group[0][0].arm, list(group)
+                progress.note(f"{arm.name}: starting the engine")
+                try:
+                    with engine(arm, options, engine_args) as process:
+                        process.session = session
+                        while left:
+                            rows = []
+                            for point in left[0]:
+                                point.run(plain, baseline, process)
+                                if is_last:
+                                    rows.append(point.row(counts, judge))
+                                    yield rows[-1]
+                            if len(rows) > 1:
+                                yield _together(rows, replace(left[0][0], task="all").what)
+                            del left[0]
+                except Exception as error:
+                    groups.remove(group)
+                    reason = f"{type(error).__name__}: {error}"
+                    for load in left if is_last else group:
+                        yield Row(replace(load[0], task="").what, failed=reason)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Point:
-    """An arm under one load."""
+    """An arm under one load, and its figures so far."""
 
     arm: Arm
     batch: int
@@ -227,46 +242,67 @@ class Point:
     prompts: Sequence[Prompt]
     options: EngineOptions
     waves: int
+    found: list[InTurn] = field(default_factory=list)  # plain vLLM's and the arm's, of all starts
+    first: float = 0.0  # ratio of a warm-up of one turn, in the first start
+    copied: Any = 0.0  # accepted draft tokens [2]: those only copied, and all
 
-    def measure(
-        self,
-        plain: EngineProcess,
-        baseline: Any,  # plain, or `Remembered`
-        process: EngineProcess,
-        counts: dict[tuple[Any, ...], list[tuple[int, int]]],  # output: of all points so far
-        judge: Judge | None,
-    ) -> Row:
-        """Run both engines; a warm-up of one turn is reported as ``first``."""
-        arm, options, batch = self.arm, self.options, self.batch
-        what = _what(arm, batch, self.temperature, self.task)
-        if arm.stock and self.temperature > 0:
-            return Row(what, note=SAMPLED_STOCK)
+    @property
+    def what(self) -> dict[str, Any]:
+        """Columns that identify its row."""
+        arm, load = self.arm, {"batch": self.batch, "temperature": self.temperature}
+        name = f"{arm.name}, T {self.temperature:g}, batch {self.batch}"
+        name += f", {self.task}" if self.task else ""
+        what = {"name": name, "arm": arm.name, **arm.what, **load}
+        return what | ({"texts": self.task} if self.task else {})
+
+    @property
+    def note(self) -> str:
+        """Why it is not measured; empty if it is."""
+        return SAMPLED_STOCK if self.arm.stock and self.temperature > 0 else ""
+
+    def run(self, plain: EngineProcess, baseline: Any, process: EngineProcess) -> None:
+        """Run plain vLLM (``baseline``: itself, or `Remembered`) and the arm for all rounds."""
+        if self.note:
+            return
+        options, batch = self.options, self.batch
         plain.sampling = ArmSampling(options.max_tokens, self.temperature)
-        process.sampling = replace(plain.sampling, extra_args=arm.request)
+        process.sampling = replace(plain.sampling, extra_args=self.arm.request)
         how: dict[str, Any] = {"concurrency": batch, "seed": SEED if self.temperature else None}
         turn, prompts = batch * self.waves, list(self.prompts)
         if options.rounds:
             size = max(turn, len(prompts))
             prompts = [replace(prompts[i % len(prompts)], index=i) for i in range(size)]
             _, first = run_in_turn([baseline, process], prompts[:turn], **how, turn=turn)
+            self.first = self.first or first.ratio
             seconds = options.seconds or math.inf
             how |= {"turn": turn, "rounds": options.rounds, "seconds": seconds}
         else:
             how["turn"] = len(prompts)
-        lookup = (arm.config or {}).get("lookup", False)
-        before = [process.count(name) for name in _COPIED] if lookup else []
-        _, found = run_in_turn([baseline, process], prompts, **how)
-        results = [found.candidate.results[prompt.index] for prompt in prompts]
+        before = self._copies(process)
+        self.found = run_in_turn([baseline, process], prompts, **how, previous=self.found)
+        self.copied = self.copied + self._copies(process) - before
+
+    def _copies(self, process: EngineProcess) -> Any:
+        lookup = (self.arm.config or {}).get("lookup", False)
+        return np.array([process.count(name) for name in _COPIED]) if lookup else np.zeros(2)
+
+    def row(self, counts: dict[tuple[Any, ...], Counts], judge: Judge | None) -> Row:
+        """Its row; ``counts`` are those of all points so far, it adds its own."""
+        if self.note:
+            return Row(self.what, note=self.note)
+        arm, options, batch = self.arm, self.options, self.batch
+        _, found = self.found
+        load = (batch, self.temperature, self.task)
+        results = [found.candidate.results[index] for index in sorted(found.candidate.results)]
         own = [(r.acceptance.accepted, r.acceptance.steps) for r in results]
-        counts[arm.name, batch, self.temperature, self.task] = own
-        base = counts.get((arm.against, batch, self.temperature, self.task))
-        numbers = tau_numbers(own, base) | {"requests": found.requests}
+        counts[arm.name, *load] = own
+        numbers = tau_numbers(own, counts.get((arm.against, *load)))
+        numbers |= {"requests": found.requests}
         numbers["plain_steps"] = sum(r.acceptance.steps for r in found.baseline.results.values())
         if options.rounds:
-            numbers |= time_numbers(found, batch) | {"first": first.ratio}
-        if lookup:
-            copied, accepted = np.subtract([process.count(name) for name in _COPIED], before)
-            numbers["copied"] = float(copied / max(accepted, 1))
+            numbers |= time_numbers(found, batch) | {"first": self.first}
+        if self.copied[1]:
+            numbers["copied"] = float(self.copied[0] / self.copied[1])
         if judge is not None:
             numbers |= judge(results)
         wrong = found.differences if arm.exact or not self.temperature else []
@@ -280,18 +316,12 @@ class Point:
             where = f"{wrong[0].prompt.request_id} at token {wrong[0].position}"
             reason = f"{len(wrong)} of {found.requests} answers differ from plain vLLM's"
             reason += f", first {where}"
-        return Row(what, numbers, right=not wrong, failed=reason)
+        return Row(self.what, numbers, right=not wrong, failed=reason)
 
 
-def _what(arm: Arm, batch: int, temperature: float, task: str = "") -> dict[str, Any]:
-    name = f"{arm.name}, T {temperature:g}, batch {batch}" + (f", {task}" if task else "")
-    what = {"name": name, "arm": arm.name, **arm.what, "batch": batch, "temperature": temperature}
-    return what | ({"texts": task} if task else {})
-
-
-def _together(rows: Sequence[Row], point: tuple[Arm, int, float]) -> Row:
+def _together(rows: Sequence[Row], what: dict[str, Any]) -> Row:
     """Tau over the steps of all tasks, and the geometric mean of their ratios."""
-    what, right = _what(*point, "all"), [row for row in rows if row.right]
+    right = [row for row in rows if row.right]
     if len(right) < len(rows):
         return Row(what, note="some tasks have no numbers")
     steps = sum(row.numbers["steps"] for row in right)

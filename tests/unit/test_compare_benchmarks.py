@@ -78,6 +78,38 @@ def test_arms_with_equal_tokens_get_a_ratio(options, monkeypatch, tmp_path):
     assert (tmp_path / "bars.png").stat().st_size > 1000
 
 
+def test_starts_are_combined(options, monkeypatch):
+    started = []
+
+    def like(config):
+        started.append("plain" if config is None else config["method"])
+        return lambda: FakeEngine(step_sizes=(1 + bool(config),))
+
+    options = replace(options, forms=("automatic", "plain"), starts=3, temperatures=(0,))
+    rows = rows_of(options, monkeypatch, like)
+    assert started == 3 * ["plain", "medusa", "plain"]
+    assert list(rows) == ["heads, automatic, T 0, batch 1, prompts", "plain, T 0, batch 1, prompts"]
+    for row in rows.values():
+        assert row["rounds"] == len(row["ratios"]) == 6 and row["requests"] == 18
+    assert rows["plain, T 0, batch 1, prompts"]["tau"] == 1
+
+
+def test_the_row_of_an_engine_that_fails_in_a_later_start(options, monkeypatch):
+    started = []
+
+    def like(config):
+        started.append(config)
+        if len(started) == 5:
+            raise JobFailed("out of memory")
+        return lambda: FakeEngine()
+
+    options = replace(options, forms=("automatic", "plain"), starts=3, temperatures=(0,))
+    rows = rows_of(options, monkeypatch, like)
+    assert len(started) == 3 + 3 + 2
+    assert "out of memory" in rows["heads, automatic, T 0, batch 1"]["failed"]
+    assert rows["plain, T 0, batch 1, prompts"]["rounds"] == 6
+
+
 def test_an_expression_that_matches_no_arm_is_refused():
     arms = [PLAIN, engines.Arm("hydra, automatic")]
     assert CompareOptions(only="hydra").chosen(arms) == arms[1:]

@@ -130,6 +130,7 @@ def run_in_turn(
     rounds: int = 1,  # number of repetitions; tokens of every round are compared
     seconds: float = math.inf,  # time limit; later rounds that would exceed it are skipped
     warm_up: bool = False,  # first run one group through all engines without counting it
+    previous: Sequence[InTurn] = (),  # figures of other starts of these engines, to add to
     progress: Callable[[int, int], Any] = lambda done, total: None,  # groups of prompts
 ) -> list[InTurn]:
     """Run the prompts through all engines; each is compared with the first, including itself.
@@ -142,9 +143,12 @@ def run_in_turn(
         run_in_turn(engines, prompts[:concurrency], concurrency=concurrency, seed=seed)
     each = turn or concurrency
     groups = [prompts[start : start + each] for start in range(0, len(prompts), each)]
-    baseline = Timed()
-    candidates = [baseline, *(Timed() for _ in engines[1:])]
-    comparisons = [InTurn(baseline, timed) for timed in candidates]
+    comparisons = list(previous)
+    if not comparisons:
+        plain = Timed()
+        comparisons = [InTurn(plain, plain), *(InTurn(plain) for _ in engines[1:])]
+    candidates = [comparison.candidate for comparison in comparisons]
+    baseline = candidates[0]
     order = list(zip(engines, candidates, strict=True))
     began = time.perf_counter()
     for number in range(rounds):
