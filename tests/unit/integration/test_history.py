@@ -4,6 +4,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm_medusa.integration.v1.history import MinTokensAt, PathHistory, install_moves, needs_tokens
 from vllm_medusa.integration.v1.verification import _is_plain_greedy
 
-BOTH, SECOND = torch.tensor([True, True]), torch.tensor([False, True])
+BOTH, SECOND = np.array([True, True]), np.array([False, True])
 OTHER: Any = SimpleNamespace(is_argmax_invariant=lambda: False)  # a processor that must be kept
 
 
@@ -50,12 +51,26 @@ def test_the_path_counts_as_output(changes):
     assert needs_tokens(given) and not needs_tokens(metadata())
     history = PathHistory(given, 2)
     assert history.at(BOTH)[1].output_token_ids == [[7], [8, 9]]
-    history.extend(torch.tensor([1, 2]))
-    history.extend(torch.tensor([3, 4]))
+    history.extend(np.array([1, 2]))
+    history.extend(np.array([3, 4]))
     assert history.at(BOTH)[1].output_token_ids == [[7, 1, 3], [8, 9, 2, 4]]
     requests, own = history.at(SECOND)
     assert requests.tolist() == [1] and own.output_token_ids == [[8, 9, 2, 4]]
     assert given.output_token_ids == [[7], [8, 9]]
+
+
+def test_the_metadata_of_the_batch_while_all_walk_and_nothing_depends_on_the_path():
+    rules = LogitsProcessors([MinTokens({1: (3, [8, 9], {1}, False)})])
+    for given in (metadata(), metadata(max_num_logprobs=0)):
+        history = PathHistory(given, 2)
+        history.extend(np.array([1, 2]))
+        requests, own = history.at(BOTH)
+        assert requests.tolist() == [0, 1] and own is given
+        assert history.at(SECOND)[1] is not given
+    for given in (metadata(no_penalties=False), metadata(logitsprocs=rules)):
+        history = PathHistory(given, 2)
+        history.extend(np.array([1, 2]))
+        assert history.at(BOTH)[1] is not given
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_num_logprobs": 0}, {"logprob_token_ids": {0: [1]}}])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -32,16 +33,18 @@ class PathHistory:
         # no row can be left out: thinking budgets have state by row, logprobs one row per request
         self.needs_all = self.has_budgets or metadata.max_num_logprobs is not None
         self.needs_all |= bool(metadata.logprob_token_ids)
+        self.may_change = self.keeps_tokens or bool(min_token_rules(metadata))
         self.paths: list[list[int]] = [[] for _ in range(batch_size)]
 
-    def at(self, active: Tensor) -> tuple[Tensor, SamplingMetadata]:
+    def at(self, active: np.ndarray) -> tuple[np.ndarray, SamplingMetadata]:
         """The requests to sample, int64 [R], and the metadata of one row for each.
 
         These are the ``active`` ones (bool [B]) unless all rows are needed. Others draw nothing.
         """
         walking = active.tolist()
-        if not self.paths[0] and all(walking) and not self.has_budgets:  # as in plain decoding
-            return torch.arange(len(walking), device=active.device), self.metadata
+        is_same = not self.paths[0] or not self.may_change  # as in plain decoding
+        if is_same and all(walking) and not self.has_budgets:
+            return np.arange(len(walking)), self.metadata
         owners = [row for row, walks in enumerate(walking) if walks or self.needs_all]
         outputs = None
         if self.keeps_tokens:
@@ -56,9 +59,9 @@ class PathHistory:
         }
         if self.has_budgets:
             metadata = one_row_each(metadata, walking)
-        return torch.tensor(owners, dtype=torch.int64, device=active.device), metadata
+        return np.array(owners, dtype=np.int64), metadata
 
-    def extend(self, tokens: Tensor) -> None:
+    def extend(self, tokens: np.ndarray) -> None:
         """Append the tokens sampled at this level (int64 [B])."""
         for path, token in zip(self.paths, tokens.tolist(), strict=True):
             path.append(token)

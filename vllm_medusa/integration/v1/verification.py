@@ -8,6 +8,7 @@ min_tokens, the request's seed) is as in plain decoding, and a generator advance
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -41,22 +42,23 @@ def verify(
         given, drafts = typical_paths(sampler, logits, step, metadata, typical)
     history = PathHistory(metadata, step.batch_size)
     levels: list[LogprobsTensors] = []
+    row_of_node = step.row_of_node.numpy()
 
-    def sample(level: int, nodes: Tensor, active: Tensor) -> Tensor:
-        tokens = torch.full_like(nodes, NO_TOKEN)
+    def sample(level: int, nodes: Tensor, active: Tensor) -> Tensor:  # in numpy: small arrays
+        tokens, walking = np.full(len(nodes), NO_TOKEN), active.numpy()
         if given is not None:
-            tokens = given[:, level].clone()
-            active = active & (tokens == NO_TOKEN)
-            sampler.tokens = tokens if history.needs_all else None
-        requests, own = history.at(active)
+            tokens = given[:, level].numpy().copy()
+            walking = walking & (tokens == NO_TOKEN)
+            sampler.tokens = torch.from_numpy(tokens) if history.needs_all else None
+        requests, own = history.at(walking)
         if len(requests):
-            rows = step.row_of_node[requests, nodes[requests]]
-            output = sampler(logits=logits[rows], sampling_metadata=own)
-            tokens[requests] = output.sampled_token_ids.squeeze(1).to(torch.int64)
+            rows = torch.from_numpy(row_of_node[requests, nodes.numpy()[requests]])
+            output = sampler(logits=logits.index_select(0, rows), sampling_metadata=own)
+            tokens[requests] = output.sampled_token_ids.squeeze(1).numpy()
             if output.logprobs_tensors is not None:
                 levels.append(output.logprobs_tensors)
         history.extend(tokens)
-        return tokens
+        return torch.from_numpy(tokens)
 
     verdict = lossless_walk(step.tree, drafts, sample)
     sampler.tokens = None
