@@ -82,6 +82,7 @@ def earlier_states(patch: Patch, llm: LLM) -> None:
         return prefill(self, replace(paths, tokens=tokens), **kwargs)
 
     patch.setattr(EagleTrees, "prefill", wrong)
+    patch.setattr(EagleTrees, "prefill_on_host", lambda *_: None)
 
 
 def query_norm_left_out(patch: Patch, llm: LLM) -> None:

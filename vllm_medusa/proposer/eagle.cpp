@@ -25,12 +25,21 @@ struct EagleCache {
   int32_t dtype, paired, truncate;  // as in `Layer`
 };
 
-struct EaglePaths {  // accepted tokens of B requests
-  const int64_t *starts, *last;                  // [batch], first and last row of each
-  const int64_t *tokens, *positions, *slots;     // [rows]
-  const float* features;                         // [rows, columns of fc; without fc: hidden]
-  float *normed, *hidden;                        // [batch, hidden], at the last rows
-  int64_t batch;
+struct EaglePaths {  // accepted tokens of B requests: the rows up to their roots, then nodes
+  const int64_t *first, *rows, *computed;  // [batch]: first row, rows up to the root, first position
+  const int64_t *nodes, *accepted;         // [batch, columns] with the root, [batch]; null: no nodes
+  const int32_t* input_ids;                // of the step's rows
+  const int64_t* next_tokens;              // [batch], after the last accepted one
+  const void* const* states;               // [count] arrays of the step's rows
+  const int64_t* strides;                  // [count], of a row
+  float *normed, *hidden;                  // [batch, hidden], at the last accepted token
+  int64_t batch, columns, count, width, dtype;  // of the states: number, width, dtype as in `Layer`
+
+  int64_t accepted_rows(int64_t b) const { return rows[b] + (accepted ? accepted[b] : 0); }
+  int64_t row(int64_t b, int64_t i) const {  // of the i-th accepted token
+    const int64_t root = rows[b] - 1;
+    return first[b] + (i <= root ? i : root + nodes[b * columns + i - root]);
+  }
 };
 
 struct EagleRoots {
@@ -149,6 +158,16 @@ void run_entries(const Eagle& eagle, const EagleCache& cache, Entries& entries) 
   else run_entries<BFloat16, false>(eagle, cache, entries);
 }
 
+template <class T>
+void append_states(const EaglePaths& paths, int64_t row, std::vector<float>& to) {
+  for (int64_t k = 0; k < paths.count; k++) {
+    const T* from = static_cast<const T*>(paths.states[k]) + row * paths.strides[k];
+    const int64_t at = to.size();
+    to.resize(at + paths.width);
+    for (int64_t d = 0; d < paths.width; d += W) store(to.data() + at + d, load(from + d));
+  }
+}
+
 std::vector<float> rows_of(const std::vector<float>& x, const std::vector<Expanded>& nodes,
                            int64_t size) {
   std::vector<float> found;
@@ -159,26 +178,32 @@ std::vector<float> rows_of(const std::vector<float>& x, const std::vector<Expand
 
 }  // namespace
 
-// The exact entries of accepted tokens; rows after the last are ignored.
+// The exact entries of accepted tokens.
 extern "C" void eagle_prefill(const Eagle* eagle, const EagleCache* cache, const EaglePaths* paths) {
-  const int64_t B = paths->batch, H = eagle->hidden, F = eagle->fc.rows ? eagle->fc.columns : H;
+  const int64_t B = paths->batch, H = eagle->hidden, F = paths->count * paths->width;
+  const int64_t size = cache->block_size;
+  auto append = paths->dtype == 0   ? append_states<float>
+                : paths->dtype == 2 ? append_states<Float16>
+                                    : append_states<BFloat16>;
   int64_t most = 0;
-  for (int64_t b = 0; b < B; b++) most = std::max(most, paths->last[b] + 1 - paths->starts[b]);
+  for (int64_t b = 0; b < B; b++) most = std::max(most, paths->accepted_rows(b));
   Entries entries(B, most, most);
   std::vector<float> features;
   for (int64_t b = 0; b < B; b++) {
-    const int64_t start = paths->starts[b], count = paths->last[b] + 1 - start;
-    entries.first[b] = entries.tokens.size(), entries.base[b] = paths->positions[start];
+    const int64_t count = paths->accepted_rows(b);
+    const int32_t* blocks = cache->blocks + b * cache->max_blocks;
+    entries.first[b] = entries.tokens.size(), entries.base[b] = paths->computed[b];
     entries.count[b] = entries.own[b] = count;
     for (int64_t i = 0; i < count; i++) {
-      entries.tokens.push_back(paths->tokens[start + i]);
-      entries.positions.push_back(paths->positions[start + i]);
-      entries.slots.push_back(paths->slots[start + i]);
+      const int64_t position = paths->computed[b] + i;
+      const bool is_last = i + 1 == count;
+      entries.tokens.push_back(is_last ? paths->next_tokens[b] : paths->input_ids[paths->row(b, i + 1)]);
+      entries.positions.push_back(position);
+      entries.slots.push_back(blocks[position / size] * size + position % size);
       std::fill_n(entries.mask.data() + (b * most + i) * most, i + 1, 1);
       entries.depths[b * most + i] = i;
+      append(*paths, paths->row(b, i), features);
     }
-    const float* from = paths->features + start * F;
-    features.insert(features.end(), from, from + count * F);
   }
   if (eagle->fc_norm)
     for (int64_t at = 0, size = eagle->norm_width; at < int64_t(features.size()); at += size)

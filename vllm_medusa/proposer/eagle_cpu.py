@@ -6,10 +6,12 @@ dtype; the kernel reads one-byte weights (fp32 if the drafter is stored in fp32)
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from vllm_medusa.proposer.beam import (
     Matrix,
     fits_kernel,
 )
+from vllm_medusa.sampler.path import Path
 from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 
@@ -102,9 +105,10 @@ class EagleCache(Structure):
 
 class _Paths(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("starts", "last", "tokens", "positions", "slots")),
-        *((name, c_void_p) for name in ("features", "normed", "hidden")),
-        ("batch", c_int64),
+        *((name, c_void_p) for name in ("first", "rows", "computed", "nodes", "accepted")),
+        *((name, c_void_p) for name in ("input_ids", "next_tokens", "states", "strides")),
+        *((name, c_void_p) for name in ("normed", "hidden")),
+        *((name, c_int64) for name in ("batch", "columns", "count", "width", "dtype")),
     ]
 
 
@@ -153,22 +157,34 @@ class EagleBeam:
         self,
         cache: EagleCache,
         block_table: Tensor,  # int32 [B, blocks]
-        starts: Tensor,  # int64 [B], each request's first row
-        last: Tensor,  # int64 [B], its last row; later ones are ignored
-        token_ids: Tensor,  # int64 [T], the token after each entry
-        positions: Tensor,  # int64 [T]
-        slots: Tensor,  # int64 [T]; -1: not stored
-        features: Tensor,  # [T, features], the target's hidden states
+        rows: np.ndarray,  # int64 [3, B]: each request's first row, the number of its rows up to
+        # its root, and the position of the first
+        path: Path | None,  # accepted nodes, in rows after the root; None: no drafts
+        input_ids: Tensor,  # int32 [>= rows]
+        next_tokens: Tensor,  # int64 [B], the tokens after the accepted ones
+        states: Sequence[Tensor],  # [>= rows, width] each, the target's hidden states
     ) -> tuple[Tensor, Tensor]:
         """Store entries of accepted tokens; returns the last one's normed and hidden states [B, H].
 
         Both are fp32.
         """
-        batch = len(last)
+        batch, count = rows.shape[1], len(states)
+        if states[0].shape[1] % LANES:
+            states, count = [torch.cat(list(states), 1)], 1
         normed, hidden = torch.empty((2, batch, self.hidden_size))
-        given = (starts, last, token_ids, positions, slots, features.float())
-        kept = [part.contiguous() for part in given]
-        paths = _Paths(*(part.data_ptr() for part in (*kept, normed, hidden)), batch)
+        numbers = torch.from_numpy(rows)
+        path_pointers, columns = (None, None), 0
+        if path is not None:
+            path_pointers = path.nodes.data_ptr(), path.num_accepted.data_ptr()  # type: ignore[assignment]
+            columns = path.nodes.stride(0)
+        pointers = (c_void_p * count)(*(state.data_ptr() for state in states))
+        strides = (c_int64 * count)(*(state.stride(0) for state in states))
+        paths = _Paths(
+            *(row.data_ptr() for row in numbers), *path_pointers, input_ids.data_ptr(),
+            next_tokens.data_ptr(), addressof(pointers), addressof(strides), normed.data_ptr(),
+            hidden.data_ptr(), batch, columns, count, states[0].shape[1],
+            CPU_DTYPES[states[0].dtype],
+        )  # fmt: skip
         _eagle_prefill(byref(self._eagle), byref(cache.at(block_table)), byref(paths))
         return normed, hidden
 

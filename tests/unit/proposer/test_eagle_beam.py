@@ -1,5 +1,6 @@
 """The kernel for EAGLE-3 on CPUs against the builder with dense forward passes of every path."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from vllm_medusa.proposer.beam import beam_call
 from vllm_medusa.proposer.build import build_tree
 from vllm_medusa.proposer.choices import Choices, read_choices_in_torch
 from vllm_medusa.proposer.eagle_cpu import EagleBeam, EagleCache, EagleWeights
+from vllm_medusa.sampler.path import Path
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.tree.draft_trees import IMPOSSIBLE
 from vllm_medusa.tree.dynamic import Beam
@@ -104,19 +106,30 @@ class Served:
     def slots(self, row: int, places: torch.Tensor) -> torch.Tensor:
         return self.table[row, places // BLOCK].long() * BLOCK + places % BLOCK
 
-    def prefill(self, tokens, features, first: list[int], stop: list[int], padding: int = 0):
-        """Entries ``first`` to ``stop`` - 1 of each request, and rows after them."""
-        rows = [torch.arange(a, b + padding) for a, b in zip(first, stop, strict=True)]
-        counts = torch.tensor([len(each) for each in rows])
-        starts = counts.cumsum(0) - counts
-        slots = [
-            self.slots(b, each).masked_fill(each >= stop[b], -1) for b, each in enumerate(rows)
-        ]
-        kept = [each.clamp_max(len(tokens[b]) - 1) for b, each in enumerate(rows)]
+    def prefill(self, tokens, features, first: list[int], stop: list[int], depth: int = 0):
+        """Entries ``first`` to ``stop`` - 1 of each request, the last ``depth`` as accepted nodes.
+
+        Each accepted node comes after a rejected one; the number of nodes differs by request.
+        """
+        rows, ids, states, nodes = [], [], [], []
+        for b, (start, end) in enumerate(zip(first, stop, strict=True)):
+            accepted = min(max(depth - b, 0), end - start - 1)
+            plain = end - start - accepted
+            rows.append((len(ids), plain, start))
+            for i in range(start, end):
+                if i >= start + plain:
+                    ids.append(-1)
+                    states.append(torch.full_like(features[b][0], torch.nan))
+                ids.append(int(tokens[b][i - 1]) if i else -1)
+                states.append(features[b][i])
+            nodes.append([2 * min(d, accepted) for d in range(depth + 1)])
+        given = torch.stack(states).unflatten(1, (-1, HIDDEN)).unbind(1)
+        last = torch.tensor(nodes)[:, -1]
         return self.kernel.prefill(
-            self.cache, self.table, starts, starts + counts - padding - 1,
-            torch.cat([tokens[b][each] for b, each in enumerate(kept)]), torch.cat(rows),
-            torch.cat(slots), torch.cat([features[b][each] for b, each in enumerate(kept)]),
+            self.cache, self.table, np.array(rows).T.copy(),
+            Path(torch.tensor(nodes), last // 2, last) if depth else None,
+            torch.tensor(ids, dtype=torch.int32),
+            torch.stack([tokens[b][end - 1] for b, end in enumerate(stop)]), given,
         )  # fmt: skip
 
 
@@ -136,8 +149,8 @@ def test_exact_entries_are_those_of_a_dense_pass(isa, dtype, tolerance, variant)
     tokens, features, ends = inputs(4, drafter)
     served = Served(drafter, 4, isa, dtype)
     cut = [end // 3 for end in ends]
-    served.prefill(tokens, features, [0] * 4, cut, padding=2)
-    normed, hidden = served.prefill(tokens, features, cut, ends, padding=1)
+    served.prefill(tokens, features, [0] * 4, cut)
+    normed, hidden = served.prefill(tokens, features, cut, ends, depth=4)
     for b, end in enumerate(ends):
         with torch.no_grad():
             states = drafter.combine(features[b])[None]

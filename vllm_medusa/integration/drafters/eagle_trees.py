@@ -31,6 +31,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
@@ -54,6 +55,7 @@ from vllm_medusa.proposer.beam import beam_call
 from vllm_medusa.proposer.build import build_tree, tensors_on
 from vllm_medusa.proposer.choices import Choices, read_choices
 from vllm_medusa.proposer.eagle_cpu import MAX_ROWS, EagleBeam, EagleCache
+from vllm_medusa.sampler.path import Path
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
@@ -169,17 +171,37 @@ class EagleTrees:
         tokens, common, last = paths.tokens, paths.common, paths.last
         features, positions = tokens.features, tokens.positions
         table, longest = common.block_table_tensor, common.max_seq_len
-        cache = self._cache(len(features))
-        if cache is not None and self.kernel is not None:
-            starts = common.query_start_loc[:-1].to(torch.int64)
-            rows = starts, last, tokens.next_ids, positions, common.slot_mapping, features
-            normed, hidden = self.kernel.prefill(cache, table, *rows)
-            dtype = features.dtype
-            return Roots(normed.to(dtype), hidden.to(dtype), paths.ends, longest, table)
+        if len(features) == len(last) and self.kernel is not None:  # one token of each request
+            row = np.arange(len(last))
+            rows = np.stack([row, np.ones_like(row), positions.numpy()])
+            given = tokens.next_ids, tokens.next_ids, [features], table, longest
+            if (roots := self.prefill_on_host(rows, None, *given)) is not None:
+                return roots
         if self.method == "eagle3":
             features = self.model.combine_hidden_states(features)
         normed, hidden = self._forward(common, tokens.next_ids, positions, features)
         return Roots(normed[last], hidden[last], paths.ends, longest, table)
+
+    @torch.inference_mode()
+    def prefill_on_host(
+        self,
+        rows: np.ndarray,
+        path: Path | None,
+        input_ids: Tensor,
+        next_tokens: Tensor,
+        features: Sequence[Tensor],
+        block_table: Tensor,  # int32 [B, blocks]
+        longest: int,  # upper bound of tokens per request
+    ) -> Roots | None:
+        """`prefill` by the CPU kernel, see `EagleBeam.prefill`; None if it does not serve it."""
+        counts = rows[1] if path is None else rows[1] + path.num_accepted.numpy()
+        cache = self._cache(int(counts.sum()))
+        if cache is None or self.kernel is None:
+            return None
+        given = rows, path, input_ids, next_tokens, features
+        normed, hidden = self.kernel.prefill(cache, block_table, *given)
+        dtype, ends = features[0].dtype, torch.from_numpy(rows[2] + counts)
+        return Roots(normed.to(dtype), hidden.to(dtype), ends, longest, block_table)
 
     @torch.inference_mode()
     def draft(

@@ -74,23 +74,19 @@ class EagleModelRunner(MedusaModelRunner):
             self._pending.add(names, seq_lens, next_tokens, features, table[:count])
             return None
         self._pending.flush()
-        starts = common.query_start_loc_cpu[: count + 1].numpy()
-        scheduled, ends = np.diff(starts), seq_lens.to(torch.int64)
-        drafts, deepest = np.zeros_like(scheduled), 0
+        starts = common.query_start_loc_cpu[: count + 1].numpy().astype(np.int64)
+        scheduled, ends = np.diff(starts), seq_lens.numpy().astype(np.int64)
+        drafts, path = np.zeros_like(scheduled), None
         if step is not None and verdict is not None:
-            drafts, deepest = step.num_nodes - 1, int(verdict.path.num_accepted.max())
-        paths = accepted_paths(
-            self.drafter,
-            verdict,
-            deepest,
-            starts,
-            scheduled,
-            drafts,
-            ends - torch.from_numpy(scheduled),
-            self.input_ids.gpu,
-            next_tokens.to(torch.int64),
-            features,
-            table[:count],
-            int(ends.max()),
-        )
+            drafts, path = step.num_nodes - 1, verdict.path
+        computed, ids = ends - scheduled, self.input_ids.gpu
+        given = next_tokens.to(torch.int64), features, table[:count], int(ends.max())
+        if drafting:
+            rows = np.stack([starts[:-1], scheduled - drafts, computed])
+            roots = self.drafter.prefill_on_host(rows, path, ids, *given)
+            if roots is not None:
+                return roots
+        deepest = 0 if path is None else int(path.num_accepted.max())
+        counts = deepest, starts, scheduled, drafts, torch.from_numpy(computed)
+        paths = accepted_paths(self.drafter, verdict, *counts, ids, *given)
         return self.drafter.prefill(paths, drafts=drafting)
