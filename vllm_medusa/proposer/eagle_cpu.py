@@ -24,7 +24,6 @@ from vllm_medusa.proposer.beam import (
     Matrix,
     fits_kernel,
 )
-from vllm_medusa.sampler.path import Path
 from vllm_medusa.tree.draft_trees import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 
@@ -157,16 +156,17 @@ class EagleBeam:
         self,
         cache: EagleCache,
         block_table: Tensor,  # int32 [B, blocks]
-        rows: np.ndarray,  # int64 [3, B]: each request's first row, the number of its rows up to
-        # its root, and the position of the first
-        path: Path | None,  # accepted nodes, in rows after the root; None: no drafts
+        rows: np.ndarray,  # int64 [3, B], see below
+        path: tuple[Tensor, Tensor] | None,  # int64 [B, D + 1], int64 [B]; None: no drafts
         input_ids: Tensor,  # int32 [>= rows]
         next_tokens: Tensor,  # int64 [B], the tokens after the accepted ones
         states: Sequence[Tensor],  # [>= rows, width] each, the target's hidden states
     ) -> tuple[Tensor, Tensor]:
         """Store entries of accepted tokens; returns the last one's normed and hidden states [B, H].
 
-        Both are fp32.
+        Both are fp32. ``rows``: each request's first row of the step, the number of its rows up to
+        its root, and the first one's position. ``path``: the accepted nodes from the root on, and
+        their number without it; node n is n rows after the root.
         """
         batch, count = rows.shape[1], len(states)
         if states[0].shape[1] % LANES:
@@ -175,8 +175,8 @@ class EagleBeam:
         numbers = torch.from_numpy(rows)
         path_pointers, columns = (None, None), 0
         if path is not None:
-            path_pointers = path.nodes.data_ptr(), path.num_accepted.data_ptr()  # type: ignore[assignment]
-            columns = path.nodes.stride(0)
+            path_pointers = path[0].data_ptr(), path[1].data_ptr()  # type: ignore[assignment]
+            columns = path[0].stride(0)
         pointers = (c_void_p * count)(*(state.data_ptr() for state in states))
         strides = (c_int64 * count)(*(state.stride(0) for state in states))
         paths = _Paths(

@@ -13,7 +13,6 @@ from vllm_medusa.proposer.beam import beam_call
 from vllm_medusa.proposer.build import build_tree
 from vllm_medusa.proposer.choices import Choices, read_choices_in_torch
 from vllm_medusa.proposer.eagle_cpu import EagleBeam, EagleCache, EagleWeights
-from vllm_medusa.sampler.path import Path
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.tree.draft_trees import IMPOSSIBLE
 from vllm_medusa.tree.dynamic import Beam
@@ -127,7 +126,7 @@ class Served:
         last = torch.tensor(nodes)[:, -1]
         return self.kernel.prefill(
             self.cache, self.table, np.array(rows).T.copy(),
-            Path(torch.tensor(nodes), last // 2, last) if depth else None,
+            (torch.tensor(nodes), last // 2) if depth else None,
             torch.tensor(ids, dtype=torch.int32),
             torch.stack([tokens[b][end - 1] for b, end in enumerate(stop)]), given,
         )  # fmt: skip

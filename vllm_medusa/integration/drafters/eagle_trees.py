@@ -198,7 +198,8 @@ class EagleTrees:
         cache = self._cache(int(counts.sum()))
         if cache is None or self.kernel is None:
             return None
-        given = rows, path, input_ids, next_tokens, features
+        nodes = None if path is None else (path.nodes, path.num_accepted)
+        given = rows, nodes, input_ids, next_tokens, features
         normed, hidden = self.kernel.prefill(cache, block_table, *given)
         dtype, ends = features[0].dtype, torch.from_numpy(rows[2] + counts)
         return Roots(normed.to(dtype), hidden.to(dtype), ends, longest, block_table)
