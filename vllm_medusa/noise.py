@@ -34,6 +34,7 @@ _MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # SplitMix64 (St
 _GAMMA = 0x9E3779B97F4A7C15
 _TWISTER = slice(3, 3 + 624)  # words of the Mersenne Twister in `torch.Generator.get_state`, int64
 _gumbel_noise = cpu_function("gumbel_noise", c_void_p, c_int64, c_void_p, c_int64, c_void_p)
+_gumbel_argmax = cpu_function("gumbel_argmax", c_void_p, c_int64, c_int64, c_void_p, c_void_p)
 
 
 class Stream(Protocol):
@@ -121,6 +122,17 @@ class LevelNoise:
             scale = scale * sharpness[: logits.shape[1], None]
         own = logits[..., : self.gumbel.shape[2]].float() * scale
         return torch.addcmul(own, self.gumbel, self.noise_scale[:, None, None])
+
+
+def gumbel_argmax(logits: Tensor, seeds: Tensor) -> Tensor:
+    """Argmax of logits and noise: fp32 [B, V], int64 [B] -> int64 [B].
+
+    -1 where the two largest sums are too close for fp32, or there are none.
+    """
+    logits, seeds = logits.contiguous(), seeds.contiguous()
+    tokens = torch.empty_like(seeds)
+    _gumbel_argmax(logits.data_ptr(), *logits.shape, seeds.data_ptr(), tokens.data_ptr())
+    return tokens
 
 
 def splitmix_gumbel(seeds: Tensor, token_ids: Tensor) -> Tensor:

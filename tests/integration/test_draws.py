@@ -7,7 +7,9 @@ from vllm_medusa.sampler import draw_exponential, draw_splitmix, truncate_logits
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8), (40, 0.9), (7, 0.3)])
-def test_equals_vllm_s_cpu_sampler(top_k: int, top_p: float) -> None:
+def test_equals_vllm_s_cpu_sampler(
+    top_k: int, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("vllm")
     from vllm.platforms import current_platform
 
@@ -37,3 +39,16 @@ def test_equals_vllm_s_cpu_sampler(top_k: int, top_p: float) -> None:
         theirs, _ = stock(logits.clone(), generators(), k, p)
         ours = torch.stack([draw_splitmix(cut[i], g) for i, g in generators().items()])
         assert torch.equal(ours, theirs)
+        from vllm_medusa.integration.v1 import sampler
+
+        fast = sampler.FastDraws("raw_logprobs")
+        for decided in (True, False):
+            if not decided:  # all left to vLLM's kernel
+                monkeypatch.setattr(sampler, "gumbel_argmax", lambda _, seeds: seeds * 0 - 1)
+            ours, _ = fast(logits.clone(), generators(), k, p)
+            assert torch.equal(ours, theirs)
+        draws = []
+        for each in (stock, fast):  # all but one request use the default generator
+            torch.manual_seed(7)
+            draws.append(each(logits.clone(), {0: generators()[0]}, k, p)[0])
+        assert torch.equal(*draws)

@@ -14,6 +14,7 @@ from vllm_medusa.noise import (
     LevelNoise,
     Noise,
     Seeds,
+    gumbel_argmax,
     next_seeds,
     own_generator,
     splitmix_gumbel,
@@ -38,6 +39,30 @@ def test_a_draw_is_the_largest_sum_with_the_noise_known_ahead() -> None:
     noise = Seeds(ahead[None], torch.ones(1)).gumbel(0, 5, torch.arange(999))[0]
     drawn = [int(draw_splitmix(row, generator)) for row in logits]
     assert drawn == (logits + noise).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("vocab", [5, 4096, 49_152, 151_937])
+def test_the_token_drawn_is_found_by_vectors(vocab) -> None:
+    """Or left undecided, where the two largest sums are close."""
+    torch.manual_seed(vocab)
+    seeds, logits = torch.randint(0, 2**31, (64,)), 2 * torch.randn(64, vocab)
+    logits[::4, 3:] = -torch.inf
+    sums = logits.double() + splitmix_gumbel(seeds[:, None], torch.arange(vocab))
+    found, (two, wanted) = gumbel_argmax(logits, seeds), sums.topk(2)
+    clear = two[:, 0] - two[:, 1] > 2e-4
+    assert clear.sum() > 60 and torch.equal(found[clear], wanted[clear, 0])
+
+
+def test_close_sums_are_left_undecided() -> None:
+    seeds, logits = torch.arange(8), torch.randn(8, 5000)
+    sums = logits.double() + splitmix_gumbel(seeds[:, None], torch.arange(5000))
+    best, order = sums.topk(2)
+    for row, gap in enumerate((0.0, 1e-5, -1e-5, 5e-5, 2e-4, 1e-3, 1.0)):
+        logits[row, order[row, 1]] += best[row, 0] - best[row, 1] + gap
+    logits[7] = -torch.inf
+    found = gumbel_argmax(logits, seeds).tolist()
+    assert found[:4] == [-1] * 4 and found[7] == -1
+    assert found[4:7] == order[4:7, 1].tolist()
 
 
 def test_requests_without_a_seed_have_more_streams_than_there_are_seeds() -> None:

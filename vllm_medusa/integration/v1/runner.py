@@ -25,8 +25,8 @@ from vllm_medusa.integration.request_trees import RequestTrees, tree_drafts
 from vllm_medusa.integration.requests import CANDIDATES, follows_grammar
 from vllm_medusa.integration.startup.options import TreeSettings
 from vllm_medusa.integration.target import heads_left_out
-from vllm_medusa.integration.v1.typical import GuidedSampler
-from vllm_medusa.integration.v1.verification import draws_splitmix, verify
+from vllm_medusa.integration.v1.sampler import GuidedSampler, draws_splitmix
+from vllm_medusa.integration.v1.verification import verify
 from vllm_medusa.noise import Seeds, next_seeds, own_generator
 from vllm_medusa.proposer.steps import MIN_SURVIVAL
 from vllm_medusa.sampler import Verdict

@@ -6,8 +6,6 @@ sampler is given their tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -19,19 +17,6 @@ from vllm_medusa.integration.v1.history import needs_tokens, of_rows
 from vllm_medusa.sampler import NO_TOKEN, close_path, typical_path
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree.batch import TreeBatch
-
-
-class GuidedSampler(Sampler):
-    """vLLM's sampler, but some requests' tokens may be given; logprobs are then for these."""
-
-    tokens: Tensor | None = None  # int64 [B], `NO_TOKEN`: sampled
-
-    def sample(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As in vLLM, with the given tokens."""
-        sampled, logprobs = super().sample(*args, **kwargs)
-        if self.tokens is not None:
-            sampled = torch.where(self.tokens == NO_TOKEN, sampled, self.tokens)
-        return sampled, logprobs
 
 
 def typical_paths(

@@ -16,7 +16,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_medusa.integration.requests import TypicalRule
 from vllm_medusa.integration.v1.history import PathHistory, has_budgets, one_row_each
-from vllm_medusa.integration.v1.typical import GuidedSampler, typical_paths
+from vllm_medusa.integration.v1.sampler import GuidedSampler
+from vllm_medusa.integration.v1.typical import typical_paths
 from vllm_medusa.sampler import NO_TOKEN, Verdict, greedy_walk, lossless_walk
 from vllm_medusa.scorer.step import TreeStep
 
@@ -63,12 +64,6 @@ def verify(
     verdict = lossless_walk(step.tree, drafts, sample)
     sampler.tokens = None
     return _finish(verdict, levels)
-
-
-def draws_splitmix(sampler: GuidedSampler) -> bool:
-    """Whether the noise is hashed from one seed per token, as vLLM does on x86 and ARM."""
-    own = sampler.topk_topp_sampler
-    return own.forward == own.forward_cpu and not own.use_fp64_gumbel
 
 
 def _is_plain_greedy(metadata: SamplingMetadata) -> bool:
