@@ -26,7 +26,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby, product
@@ -89,7 +89,8 @@ class PeersOptions(EngineOptions):
     dtype: Literal["float32", "bfloat16", "float16"] = option(
         "of vLLM, transformers and OpenVINO", default="bfloat16"
     )
-    rounds: Positive = option("rounds of each load, after a warm-up", default=5)
+    rounds: Positive = option("rounds of each load and start, after a warm-up", default=5)
+    starts: Positive = option("starts of every engine; starts differ in speed", default=1)
     waves: Positive = option("answers per batch slot and turn", default=3)
     chain: Positive = option("draft tokens of the others' chains and lookup", default=4)
     tree: tuple[Positive, ...] = option(
@@ -215,21 +216,24 @@ def run(options: PeersOptions, progress: Progress) -> Iterator[Row]:
         if options.only:
             named = [peer for peer in group if re.search(options.only, peer.name)]
             group = [peer for peer in group if peer in named or (named and peer.method == "plain")]
-        with ExitStack() as stack:
-            able = []
-            for peer in group:
-                if notes := peer.notes(max(options.batch), max(options.temperatures)):
-                    yield Row(peer.what(), note="; ".join(notes))
-                if peer.missing:
-                    continue
-                progress.note(f"{peer.name}: starting")
-                try:
-                    peer.process = stack.enter_context(peer.start())
-                    able.append(peer)
-                except Exception as error:
-                    yield Row(peer.what(), failed=f"{type(error).__name__}: {error}")
-            for batch, temperature in product(options.batch, options.temperatures):
-                yield from measure(able, batch, temperature, prompts, options)
+        for peer in group:
+            if notes := peer.notes(max(options.batch), max(options.temperatures)):
+                yield Row(peer.what(), note="; ".join(notes))
+        group = [peer for peer in group if not peer.missing]
+        loads = {load: Figures() for load in product(options.batch, options.temperatures)}
+        for start in range(1, options.starts + 1):
+            with ExitStack() as stack:
+                for peer in list(group):
+                    progress.note(f"{peer.name}: starting")
+                    try:
+                        peer.process, peer.failed = stack.enter_context(peer.start()), ""
+                    except Exception as error:
+                        group.remove(peer)
+                        yield Row(peer.what(), failed=f"{type(error).__name__}: {error}")
+                for load, figures in loads.items():
+                    rows = measure(group, *load, prompts, options, figures)
+                    if start == options.starts:
+                        yield from rows
 
 
 def rendered(options: PeersOptions) -> tuple[list[Prompt], list[int]]:
@@ -250,21 +254,34 @@ def rendered(options: PeersOptions) -> tuple[list[Prompt], list[int]]:
     return found, eos if isinstance(eos, list) else [eos]
 
 
+@dataclass
+class Figures:
+    """One engine's figures under a load, of all starts, by method."""
+
+    found: dict[str, InTurn] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # reasons
+
+
 def measure(
-    group: list[Peer], batch: int, temperature: float, prompts: list[Prompt], options: PeersOptions
-) -> Iterator[Row]:
+    group: list[Peer],
+    batch: int,
+    temperature: float,
+    prompts: list[Prompt],
+    options: PeersOptions,
+    figures: Figures,
+) -> list[Row]:
     """The rows of one engine's arms under one load; if an arm fails, it is repeated without it."""
     load = (batch, temperature)
     turn = batch * options.waves
     size = turn * math.ceil(len(prompts) / turn)  # full turns
     many = [replace(prompts[i % len(prompts)], index=i) for i in range(size)]
-    able = []
+    failed = figures.failed
     for peer in group:
         if peer.failed:
-            yield Row(peer.what(*load), failed=peer.failed)
-        elif not peer.notes(*load):
-            peer.process.sampling = ArmSampling(options.max_tokens, temperature)
-            able.append(peer)
+            failed.setdefault(peer.method, peer.failed)
+    able = [peer for peer in group if not peer.notes(*load) and peer.method not in failed]
+    for peer in able:
+        peer.process.sampling = ArmSampling(options.max_tokens, temperature)
     found: list[InTurn] = []
     while not found and able and able[0].method == "plain":
         try:
@@ -277,18 +294,23 @@ def measure(
                 rounds=options.rounds,
                 seconds=options.seconds or math.inf,
                 warm_up=True,
+                previous=[each for name, each in figures.found.items() if name not in failed],
             )
         except Exception:
-            broken = [peer for peer in able if peer.failed]
-            if not broken:
+            failed |= {peer.method: peer.failed for peer in able if peer.failed}
+            if all(peer.method not in failed for peer in able):
                 raise
-            yield from (Row(peer.what(*load), failed=peer.failed) for peer in broken)
-            able = [peer for peer in able if not peer.failed]
-    for peer in able if not found else ():
-        yield Row(peer.what(*load), failed="its engine's plain decoding failed")
+            able = [peer for peer in able if peer.method not in failed]
+    if not found:
+        failed |= {peer.method: "its engine's plain decoding failed" for peer in able}
+    figures.found = {peer.method: each for peer, each in zip(able, found, strict=False)}
+    rows = [
+        Row(peer.what(*load), failed=failed[peer.method]) for peer in group if peer.method in failed
+    ]
     for peer, each in zip(able, found, strict=False):
         what = peer.what(*load)
-        yield attempt(what, partial(measured, what, peer.process, each, options))
+        rows.append(attempt(what, partial(measured, what, peer.process, each, options)))
+    return rows
 
 
 def measured(what: dict[str, Any], process: Any, found: InTurn, options: PeersOptions) -> Row:

@@ -101,7 +101,7 @@ def hook_engine(llm: Any) -> Spans:
         from vllm_medusa.integration.attention import cpu_attention
 
         spans.hook(runner.drafter, "draft", "drafter")
-        for name in ("prefill", "enter"):
+        for name in ("prefill", "prefill_on_host", "enter"):
             spans.hook(runner.drafter, name, "drafter's entries")  # EAGLE's cache and its roots
         spans.hook(runner.trees, "compact", "compaction")
         spans.hook(request_trees.TreeStep, "build", "tree layout")

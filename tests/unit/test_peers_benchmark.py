@@ -135,6 +135,30 @@ def test_rows_of_engines_that_can_and_cannot_run(options, monkeypatch):
     assert rows["vLLM, plain, T 0.7, batch 2"]["ratio"] == 1
 
 
+def test_starts_are_combined(options, monkeypatch):
+    started = []
+
+    @contextmanager
+    def counted(arm, options, more):
+        with fake_vllm(arm, options, more) as engine:
+            started.append(arm.name)
+            if len(started) == 5:  # n-gram's second start
+                engine.run = lambda *arguments: 1 / 0
+            yield engine
+
+    monkeypatch.setattr(peers, "vllm_engine", counted)
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    options = replace(options, only="vLLM, (n-gram|this plugin, lookup)", batch=(1, 2))
+    options = replace(options, temperatures=(0.0,), starts=3, rounds=2)
+    rows = {row["name"]: row for row in (row.to_dict() for row in peers.run(options, SILENT))}
+    assert len(started) == 9 and started[:3] == started[3:6] == started[6:]
+    lookup = rows["vLLM, this plugin, lookup, T 0, batch 1"]
+    assert lookup["rounds"] == len(lookup["ratios"]) == 6 and lookup["requests"] == 12
+    assert "ZeroDivisionError" in rows["vLLM, n-gram, T 0, batch 1"]["failed"]
+    assert "it broke" in rows["vLLM, n-gram, T 0, batch 2"]["failed"]
+    assert rows["vLLM, plain, T 0, batch 2"]["rounds"] == 6
+
+
 def test_without_plain_decoding_there_is_nothing_to_compare_with(options, monkeypatch):
     @contextmanager
     def broken(arm, options, more):
