@@ -231,9 +231,9 @@ def run(options: PeersOptions, progress: Progress) -> Iterator[Row]:
                         group.remove(peer)
                         yield Row(peer.what(), failed=f"{type(error).__name__}: {error}")
                 for load, figures in loads.items():
-                    rows = measure(group, *load, prompts, options, figures)
+                    able = measure(group, *load, prompts, options, figures)
                     if start == options.starts:
-                        yield from rows
+                        yield from rows_of(group, able, load, options, figures)
 
 
 def rendered(options: PeersOptions) -> tuple[list[Prompt], list[int]]:
@@ -269,8 +269,11 @@ def measure(
     prompts: list[Prompt],
     options: PeersOptions,
     figures: Figures,
-) -> list[Row]:
-    """The rows of one engine's arms under one load; if an arm fails, it is repeated without it."""
+) -> list[Peer]:
+    """Run one engine's arms under one load; if an arm fails, the others are run again without it.
+
+    Returns those that have figures.
+    """
     load = (batch, temperature)
     turn = batch * options.waves
     size = turn * math.ceil(len(prompts) / turn)  # full turns
@@ -304,13 +307,23 @@ def measure(
     if not found:
         failed |= {peer.method: "its engine's plain decoding failed" for peer in able}
     figures.found = {peer.method: each for peer, each in zip(able, found, strict=False)}
-    rows = [
-        Row(peer.what(*load), failed=failed[peer.method]) for peer in group if peer.method in failed
-    ]
-    for peer, each in zip(able, found, strict=False):
-        what = peer.what(*load)
-        rows.append(attempt(what, partial(measured, what, peer.process, each, options)))
-    return rows
+    return able if found else []
+
+
+def rows_of(
+    group: list[Peer],
+    able: list[Peer],
+    load: tuple[int, float],
+    options: PeersOptions,
+    figures: Figures,
+) -> Iterator[Row]:
+    """The rows of one engine's arms under one load, those that failed first."""
+    for peer in group:
+        if peer.method in figures.failed:
+            yield Row(peer.what(*load), failed=figures.failed[peer.method])
+    for peer in able:
+        what, found = peer.what(*load), figures.found[peer.method]
+        yield attempt(what, partial(measured, what, peer.process, found, options))
 
 
 def measured(what: dict[str, Any], process: Any, found: InTurn, options: PeersOptions) -> Row:
