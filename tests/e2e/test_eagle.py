@@ -30,7 +30,6 @@ from support.engines import complete, engine, generate, greedy, metric
 from support.models import VOCAB
 from support.planted import PlantedCopies, planted
 from support.reference import differing
-from support.runner import ON_V2
 from support.spies import mean_accepted, recorded_steps, tree_rows
 from vllm import LLM
 
@@ -137,7 +136,7 @@ def test_the_kernel_drafts_what_torch_drafts(
     assert differing(plain[some], complete(llm, LONG[some], PARAMS[some])) == []
     same, count = map(sum, zip(*nodes, strict=True))
     assert same > 0.99 * count > 100  # near-ties may be in another order
-    assert sum(served) > 5 or ON_V2  # accepted paths
+    assert sum(served) > 5  # accepted paths
 
 
 def test_later_requests_reuse_entries_of_plain_steps(

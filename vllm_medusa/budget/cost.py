@@ -192,13 +192,14 @@ class StepCost:
             (curve, knot, slope / total if curve is self._plain else max(slope / total, _MIN_SLOPE))
             for curve, knot, slope in slopes
         ]
-        bound = _MAX_ERROR * math.sqrt(_known(slopes) + _NOISE)
+        known = _known(slopes)
+        bound = _MAX_ERROR * math.sqrt(known + _NOISE)
         if abs(error) > bound and self._is_change(error):
-            bound = math.inf
+            known, bound = _known(slopes), math.inf
         elif abs(error) <= bound:
             self._streak = 0
         error = min(max(error, -bound), bound)
-        whole = _known(slopes) + _SPEED + _NOISE
+        whole = known + _SPEED + _NOISE
         for curve, knot, slope in slopes:
             variance = float(curve.variance[knot])
             gain = slope * variance / whole

@@ -105,10 +105,11 @@ class Served:
     def slots(self, row: int, places: torch.Tensor) -> torch.Tensor:
         return self.table[row, places // BLOCK].long() * BLOCK + places % BLOCK
 
-    def prefill(self, tokens, features, first: list[int], stop: list[int], depth: int = 0):
+    def prefill(self, tokens, features, first: list[int], stop: list[int], depth=0, width=HIDDEN):
         """Entries ``first`` to ``stop`` - 1 of each request, the last ``depth`` as accepted nodes.
 
         Each accepted node comes after a rejected one; the number of nodes differs by request.
+        ``width`` is that of the target's states.
         """
         rows, ids, states, nodes = [], [], [], []
         for b, (start, end) in enumerate(zip(first, stop, strict=True)):
@@ -122,7 +123,7 @@ class Served:
                 ids.append(int(tokens[b][i - 1]) if i else -1)
                 states.append(features[b][i])
             nodes.append([2 * min(d, accepted) for d in range(depth + 1)])
-        given = torch.stack(states).unflatten(1, (-1, HIDDEN)).unbind(1)
+        given = torch.stack(states).unflatten(1, (-1, width)).unbind(1)
         last = torch.tensor(nodes)[:, -1]
         return self.kernel.prefill(
             self.cache, self.table, np.array(rows).T.copy(),
@@ -148,7 +149,7 @@ def test_exact_entries_are_those_of_a_dense_pass(isa, dtype, tolerance, variant)
     tokens, features, ends = inputs(4, drafter)
     served = Served(drafter, 4, isa, dtype)
     cut = [end // 3 for end in ends]
-    served.prefill(tokens, features, [0] * 4, cut)
+    served.prefill(tokens, features, [0] * 4, cut, width=HIDDEN // 2)  # not of whole vectors
     normed, hidden = served.prefill(tokens, features, cut, ends, depth=4)
     for b, end in enumerate(ends):
         with torch.no_grad():
