@@ -1,9 +1,9 @@
 // Tree attention over vLLM's paged CPU cache; `scorer/cpu.py` calls it, `kernels.py` compiles it.
 //
-// A work item is a tile of at most 8 query rows (16 with AMX) of one request and key head, and a part
-// of its keys: logits of all of them in fp32, a softmax, a weighted sum of values (with AMX of
-// weights in bf16). vLLM's own kernels do the same. Parts of one tile are merged afterwards by their
-// sums of exponentials.
+// A work item is some query rows of one request and key head, and a part of its keys: logits of all
+// of them in fp32, a softmax, a weighted sum of values (with AMX of weights in bf16). vLLM's own
+// kernels do the same. Its rows are multiplied in tiles of 8 (16 with AMX), and a chunk of keys stays
+// in the cache for all tiles. Parts are merged afterwards by their sums of exponentials.
 extern "C" {
 
 struct Plan {
@@ -34,24 +34,31 @@ struct Layer {
 namespace {
 
 struct Item {
-  int64_t request, head, tile, part, parts, lo, hi;  // keys [lo, hi)
+  int64_t request, head, first, count, part, parts, lo, hi;  // query rows, keys [lo, hi)
 };
 
-struct Scratch {  // of an item with R rows
+struct Scratch {  // of a tile with R rows
   float *queries, *weights, *sums;  // [R, dim], [R, length], [R, dim]
   int64_t start, length;            // keys of `weights`: from `start`, a multiple of STEP
 };
 
-// The two products of an item, with vectors: each key and value is read once for R rows.
+// Elements from a key of a block to that of the next block, 0 for the last one; to prefetch.
+inline int64_t to_next(const Plan& plan, const int32_t* blocks, int64_t block, const Scratch& at) {
+  if ((block + 1) * plan.block_size >= at.start + at.length) return 0;
+  return (blocks[block + 1] - blocks[block]) * plan.block_stride;
+}
+
+// The two products of a tile, with vectors; keys [lo, hi), and `lo` is a multiple of STEP for logits.
 template <class T, bool paired> struct Products {
-  static constexpr int TILE = 8, STEP = W;  // rows of a full item; keys
+  static constexpr int TILE = 8, FEW = 4, MOST = 32, STEP = W;  // rows of a tile, an item; keys
   static constexpr int N = W / 8;           // vectors at a time: TILE * N sums fit the registers
   static constexpr bool ROUNDS_WEIGHTS = false;
 
   template <int R>
-  static void logits(const Plan& plan, const T* keys, const int32_t* blocks, const Scratch& at) {
-    const int64_t D = plan.dim, size = plan.block_size, end = at.start + at.length;
-    for (int64_t t = at.start; t < end;) {
+  static void logits(const Plan& plan, const T* keys, const int32_t* blocks, int64_t lo, int64_t hi,
+                     const Scratch& at) {
+    const int64_t D = plan.dim, size = plan.block_size;
+    for (int64_t t = lo; t < hi;) {
       const int64_t in = t % size;
       const T* from = keys + blocks[t / size] * plan.block_stride;
       float* to = at.weights + t - at.start;
@@ -66,11 +73,11 @@ template <class T, bool paired> struct Products {
         }
         for (int r = 0; r < R; r++) store(to + r * at.length, logits[r]);
         t += W;
-      } else if (std::min(end, t - in + size) - t >= N * W) {
-        vector_logits<R, N>(plan, from + in, at, to);
+      } else if (std::min(hi, t - in + size) - t >= N * W) {
+        vector_logits<R, N>(plan, from + in, to_next(plan, blocks, t / size, at), at, to);
         t += N * W;
       } else {
-        vector_logits<R, 1>(plan, from + in, at, to);
+        vector_logits<R, 1>(plan, from + in, to_next(plan, blocks, t / size, at), at, to);
         t += W;
       }
     }
@@ -78,10 +85,11 @@ template <class T, bool paired> struct Products {
 
   // Logits of V vectors of keys; a key's channels are `block_size` apart.
   template <int R, int V>
-  static void vector_logits(const Plan& plan, const T* from, const Scratch& at, float* to) {
+  static void vector_logits(const Plan& plan, const T* from, int64_t ahead, const Scratch& at,
+                            float* to) {
     Floats logits[V][R] = {};
     for (int64_t d = 0; d < plan.dim; d++, from += plan.block_size) {
-      __builtin_prefetch(from + V * W);  // too many streams for the hardware prefetcher
+      __builtin_prefetch(from + (ahead ? ahead : V * W), 0, 2);  // too many streams for the hardware prefetcher
       for (int v = 0; v < V; v++) {
         const Floats key = load(from + v * W);
         for (int r = 0; r < R; r++) logits[v][r] += at.queries[r * plan.dim + d] * key;
@@ -92,23 +100,24 @@ template <class T, bool paired> struct Products {
   }
 
   template <int R>
-  static void sums(const Plan& plan, const T* values, const int32_t* blocks, const Item& item,
+  static void sums(const Plan& plan, const T* values, const int32_t* blocks, int64_t lo, int64_t hi,
                    const Scratch& at) {
     const int64_t D = plan.dim, size = plan.block_size;
-    for (int64_t t = item.lo; t < item.hi;) {  // by block, so that a block stays in the L1 cache
-      const int64_t in = t % size, count = std::min(item.hi - t, size - in);
+    for (int64_t t = lo; t < hi;) {  // by block, so that a block stays in the L1 cache
+      const int64_t in = t % size, count = std::min(hi - t, size - in);
       const T* from = values + blocks[t / size] * plan.block_stride;
       const float* weights = at.weights + t - at.start;
+      const int64_t ahead = to_next(plan, blocks, t / size, at);
       int64_t d = 0;
-      for (; d + N * W <= D; d += N * W) vector_sums<R, N>(plan, from, in, count, weights, at, d);
-      for (; d < D; d += W) vector_sums<R, 1>(plan, from, in, count, weights, at, d);
+      for (; d + N * W <= D; d += N * W) vector_sums<R, N>(plan, from, in, count, ahead, weights, at, d);
+      for (; d < D; d += W) vector_sums<R, 1>(plan, from, in, count, ahead, weights, at, d);
       t += count;
     }
   }
 
   // Adds `count` values of a block, V vectors of channels from `d` on.
   template <int R, int V>
-  static void vector_sums(const Plan& plan, const T* block, int64_t in, int64_t count,
+  static void vector_sums(const Plan& plan, const T* block, int64_t in, int64_t count, int64_t ahead,
                           const float* weights, const Scratch& at, int64_t d) {
     const int64_t D = plan.dim, size = plan.block_size;
     Floats sum[V][R];
@@ -123,6 +132,7 @@ template <class T, bool paired> struct Products {
           const Words both = load_as<Words>(pair);
           value = (Floats)(in % 2 ? both & 0xffff0000u : both << 16);
         } else {
+          __builtin_prefetch(block + in * D + c + ahead, 0, 2);
           value = load(block + in * D + c);
         }
         for (int r = 0; r < R; r++) sum[v][r] += weights[r * at.length + i] * value;
@@ -135,7 +145,7 @@ template <class T, bool paired> struct Products {
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 // The same with AMX tiles, which the paired layout is made for; only if `tiles_allowed`.
 struct TileProducts {
-  static constexpr int TILE = 16, STEP = 32;
+  static constexpr int TILE = 16, FEW = 16, MOST = 16, STEP = 32;
   static constexpr bool ROUNDS_WEIGHTS = true;
 
   // fp32 [16, size] -> bf16, rows `size` elements apart
@@ -152,11 +162,11 @@ struct TileProducts {
 
   template <int R>
   static void logits(const Plan& plan, const BFloat16* keys, const int32_t* blocks,
-                     const Scratch& at) {
+                     int64_t lo, int64_t hi, const Scratch& at) {
     const int64_t D = plan.dim, size = plan.block_size;
     const uint16_t* queries = halves(at.queries, D).data();
     const Tiles tiles;
-    for (int64_t t = at.start; t < at.start + at.length; t += 16) {
+    for (int64_t t = lo; t < hi; t += 16) {
       const BFloat16* from = keys + blocks[t / size] * plan.block_stride + t % size * D;
       _tile_zero(0);
       for (int64_t d = 0; d < D; d += 32) {
@@ -170,7 +180,7 @@ struct TileProducts {
 
   template <int R>
   static void sums(const Plan& plan, const BFloat16* values, const int32_t* blocks,
-                   const Item& item, const Scratch& at) {
+                   int64_t lo, int64_t hi, const Scratch& at) {
     const int64_t D = plan.dim, size = plan.block_size;
     const uint16_t* weights = halves(at.weights, at.length).data();
     const Tiles tiles;
@@ -182,10 +192,10 @@ struct TileProducts {
         const int64_t t = at.start + i;
         const BFloat16* left = values + blocks[t / size] * plan.block_stride + d * size + t % size * 16;
         const void *first = left, *second = left + 16 * size;
-        if (t < item.lo || t + 32 > item.hi) {  // other slots may hold NaN
+        if (t < lo || t + 32 > hi) {  // other slots may hold NaN
           std::memcpy(known[0], first, 1024), std::memcpy(known[1], second, 1024);
           for (int64_t k = 0; k < 32; k++)
-            if (t + k < item.lo || t + k >= item.hi)
+            if (t + k < lo || t + k >= hi)
               for (int64_t c = 0; c < 32; c++) known[c / 16][k / 2 * 32 + c % 16 * 2 + k % 2] = 0;
           first = known[0], second = known[1];
           finish_stores();
@@ -203,32 +213,46 @@ struct TileProducts {
 };
 #endif
 
-template <class T, class Product, int R>
+template <class T, class Product>
 void attend(const Plan& plan, const Layer& layer, const Item& item, Aligned<float>& memory,
-            float* partial) {  // if several parts: [TILE, dim] sums, [TILE] maxima, [TILE] totals
-  constexpr int64_t TILE = Product::TILE, STEP = Product::STEP;
+            float* partial) {  // if several parts: [MOST, dim] sums, [MOST] maxima, [MOST] totals
+  constexpr int64_t TILE = Product::TILE, STEP = Product::STEP, MOST = Product::MOST;
+  constexpr int64_t CHUNK = 128;  // keys
   const int64_t D = plan.dim, size = plan.block_size, group = plan.heads / plan.kv_heads;
-  const int64_t b = item.request, first = item.tile * TILE;
-  const int64_t count = std::min<int64_t>(R, plan.rows[b] * group - first);
-  const int64_t base = plan.base[b], start = item.lo / STEP * STEP;
+  const int64_t b = item.request, first = item.first, count = item.count;
+  const int64_t tiles = (count + TILE - 1) / TILE, rows = tiles * TILE, base = plan.base[b];
+  const int64_t start = item.lo / STEP * STEP;
   const int64_t length = std::max((item.hi + STEP - 1) / STEP * STEP - start, STEP);
-  memory.resize(R * (2 * D + length));
-  float *q = memory.data(), *sums = q + R * D, *weights = sums + R * D;
-  const Scratch at{q, weights, sums, start, length};
+  memory.resize(rows * (2 * D + length));
+  float *q = memory.data(), *sums = q + rows * D, *weights = sums + rows * D;
   const T* keys = static_cast<const T*>(layer.cache) + 2 * item.head * size * D;
   const int32_t* blocks = plan.blocks + b * plan.max_blocks;
+  // `product` (lo, hi, scratch, R) for each tile of a chunk, chunk by chunk
+  auto multiply_chunks = [&](int64_t lo, int64_t hi, auto product) {
+    for (int64_t from = lo, to; from < hi; from = to) {
+      to = tiles == 1 ? hi : std::min(hi, (from / CHUNK + 1) * CHUNK);
+      for (int64_t r = 0; r < rows; r += TILE) {
+        const Scratch at{q + r * D, weights + r * length, sums + r * D, start, length};
+        if (count - r <= Product::FEW) product(from, to, at, std::integral_constant<int, Product::FEW>());
+        else product(from, to, at, std::integral_constant<int, TILE>());
+      }
+    }
+  };
 
   auto node = [&](int64_t r) { return (first + r) / group; };
   auto head = [&](int64_t r) { return item.head * group + (first + r) % group; };
-  std::fill(q, q + R * D, 0.0f);
+  std::fill(q, q + rows * D, 0.0f);
   for (int64_t r = 0; r < count; r++) {
     const T* from = static_cast<const T*>(layer.query) +
                     (plan.row[b] + node(r)) * layer.query_row + head(r) * layer.query_head;
     for (int64_t d = 0; d < D; d += W) store(q + r * D + d, load(from + d));
   }
 
-  if (item.lo < item.hi) Product::template logits<R>(plan, keys, blocks, at);
-  for (int64_t i = 0; i < R * length; i += W) {
+  if (item.lo < item.hi)
+    multiply_chunks(start, start + length, [&](int64_t lo, int64_t hi, const Scratch& at, auto R) {
+      Product::template logits<R>(plan, keys, blocks, lo, hi, at);
+    });
+  for (int64_t i = 0; i < count * length; i += W) {
     Floats x = load(weights + i) * layer.scale;
     if (layer.softcap > 0)  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
       x = layer.softcap * (1.0f - 2.0f / (exponential(x * (2 / layer.softcap)) + 1.0f));
@@ -236,10 +260,10 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, Aligned<floa
   }
 
   const float nothing = -INFINITY;
-  float largest[R], totals[R];
-  for (int64_t r = 0; r < R; r++) {
+  float largest[MOST], totals[MOST];
+  for (int64_t r = 0; r < count; r++) {
     float* row = weights + r * length - start;
-    const int64_t i = std::min(node(r), plan.rows[b] - 1);
+    const int64_t i = node(r);
     const uint8_t* mask = plan.mask + b * plan.mask_request + i * plan.mask_row;
     std::fill(row + start, row + item.lo, nothing);
     std::fill(row + item.hi, row + start + length, nothing);
@@ -253,7 +277,7 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, Aligned<floa
       for (int64_t t = std::max(base, item.lo); t < item.hi; t++)
         if (base + depths[t - base] <= hidden) row[t] = nothing;
     }
-    const bool sink = layer.sinks && item.part == 0 && r < count;
+    const bool sink = layer.sinks && item.part == 0;
     Floats maxima = load(row + start);
     for (int64_t t = start + W; t < start + length; t += W) {
       const Floats x = load(row + t);
@@ -275,13 +299,15 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, Aligned<floa
       for (int64_t t = item.lo; t < item.hi; t++) row[t] = rounded(row[t]);
   }
 
-  std::fill(sums, sums + R * D, 0.0f);
-  if (item.lo < item.hi) Product::template sums<R>(plan, keys + size * D, blocks, item, at);
+  std::fill(sums, sums + rows * D, 0.0f);
+  multiply_chunks(item.lo, item.hi, [&](int64_t lo, int64_t hi, const Scratch& at, auto R) {
+    Product::template sums<R>(plan, keys + size * D, blocks, lo, hi, at);
+  });
 
   if (item.parts > 1) {
-    std::copy(sums, sums + R * D, partial);
-    std::copy(largest, largest + R, partial + TILE * D);
-    std::copy(totals, totals + R, partial + TILE * (D + 1));
+    std::copy(sums, sums + count * D, partial);
+    std::copy(largest, largest + count, partial + MOST * D);
+    std::copy(totals, totals + count, partial + MOST * (D + 1));
     return;
   }
   for (int64_t r = 0; r < count; r++) {
@@ -292,12 +318,11 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, Aligned<floa
   }
 }
 
-template <class T, int TILE>
+template <class T, int MOST>
 void merge(const Plan& plan, const Layer& layer, const Item& item, const float* partial) {
-  const int64_t D = plan.dim, group = plan.heads / plan.kv_heads, size = TILE * (D + 2);
-  const int64_t first = item.tile * TILE;
-  const float *largest = partial + TILE * D, *totals = largest + TILE;
-  for (int64_t r = 0; r < std::min(int64_t(TILE), plan.rows[item.request] * group - first); r++) {
+  const int64_t D = plan.dim, group = plan.heads / plan.kv_heads, size = MOST * (D + 2);
+  const float *largest = partial + MOST * D, *totals = largest + MOST;
+  for (int64_t r = 0; r < item.count; r++) {
     float best = -INFINITY, total = 0;
     for (int64_t s = 0; s < item.parts; s++) best = std::max(best, largest[s * size + r]);
     std::vector<float> sum(D);
@@ -307,36 +332,49 @@ void merge(const Plan& plan, const Layer& layer, const Item& item, const float* 
       for (int64_t d = 0; d < D; d++) sum[d] += factor * partial[s * size + r * D + d];
     }
     T* to = static_cast<T*>(layer.out) +
-            (plan.row[item.request] + (first + r) / group) * layer.out_row +
-            (item.head * group + (first + r) % group) * layer.out_head;
+            (plan.row[item.request] + (item.first + r) / group) * layer.out_row +
+            (item.head * group + (item.first + r) % group) * layer.out_head;
     for (int64_t d = 0; d < D; d++) write(to + d, total > 0 ? sum[d] / total : 0, layer.truncate);
   }
 }
 
 template <class T, class Product>
 void run_with(const Plan& plan, const Layer& layer) {
-  constexpr int64_t MIN_PART = 512;  // minimum number of keys of a part
-  constexpr int TILE = Product::TILE;
-  const int64_t group = plan.heads / plan.kv_heads, size = TILE * (plan.dim + 2);
+  constexpr int64_t MIN_PART = 512, MAX_PART = 2048;  // keys
+  constexpr int64_t MOST = Product::MOST;
+  const int64_t group = plan.heads / plan.kv_heads, size = MOST * (plan.dim + 2);
+  const int64_t wanted = 2 * omp_get_max_threads();
   static std::vector<Item> items;  // layers run one after another
   static std::vector<float> partials;
-  int64_t tiles = 0;
-  for (int64_t b = 0; b < plan.requests; b++)
-    tiles += plan.kv_heads * ((plan.rows[b] * group + TILE - 1) / TILE);
-  const int64_t wanted = (2 * omp_get_max_threads() + tiles - 1) / tiles;
-  items.clear();
-  for (int64_t b = 0; b < plan.requests; b++) {
-    const int64_t end = plan.base[b] + plan.own[b];
+  auto keys_of = [&](int64_t b) {
     const int64_t begin = plan.window ? std::max(int64_t(0), plan.base[b] - plan.window + 1) : 0;
-    const int64_t parts = std::max(int64_t(1), std::min(wanted, (end - begin) / MIN_PART));
-    const int64_t step = (end - begin + parts - 1) / parts;
-    for (int64_t h = 0; h < plan.kv_heads; h++)
-      for (int64_t tile = 0; tile * TILE < plan.rows[b] * group; tile++)
-        for (int64_t s = 0; s < parts; s++)
-          items.push_back({b, h, tile, s, parts, std::min(end, begin + s * step),
-                           std::min(end, begin + (s + 1) * step)});
+    return std::pair(begin, plan.base[b] + plan.own[b]);
+  };
+  // as many rows per item as leave enough items; with one part each, and with the most parts
+  int64_t rows = 2 * MOST, whole = 0, most = 0;
+  while (most < wanted && rows > Product::TILE) {
+    rows /= 2, whole = most = 0;
+    for (int64_t b = 0; b < plan.requests; b++) {
+      const auto [begin, end] = keys_of(b);
+      const int64_t count = plan.kv_heads * ((plan.rows[b] * group + rows - 1) / rows);
+      whole += count, most += count * std::max(int64_t(1), (end - begin) / MIN_PART);
+    }
   }
-  if (wanted > 1) partials.resize(items.size() * size);
+  items.clear();
+  bool split = false;
+  for (int64_t b = 0; b < plan.requests; b++) {
+    const auto [begin, end] = keys_of(b);
+    const int64_t parts = std::max({int64_t(1), (end - begin + MAX_PART - 1) / MAX_PART,
+                                    std::min((wanted + whole - 1) / whole, (end - begin) / MIN_PART)});
+    const int64_t step = (end - begin + parts - 1) / parts, all = plan.rows[b] * group;
+    split |= parts > 1;
+    for (int64_t h = 0; h < plan.kv_heads; h++)
+      for (int64_t row = 0; row < all; row += rows)
+        for (int64_t s = 0; s < parts; s++)
+          items.push_back({b, h, row, std::min(rows, all - row), s, parts,
+                           std::min(end, begin + s * step), std::min(end, begin + (s + 1) * step)});
+  }
+  if (split) partials.resize(items.size() * size);
   const Item* all = items.data();
   float* partial = partials.data();
   const int64_t count = items.size();
@@ -344,15 +382,12 @@ void run_with(const Plan& plan, const Layer& layer) {
   {
     static thread_local Aligned<float> memory;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) {
-      const bool few = TILE == 8 && plan.rows[all[i].request] * group - all[i].tile * TILE <= 4;
-      auto* attend_tile = few ? attend<T, Product, TILE == 8 ? 4 : TILE> : attend<T, Product, TILE>;
-      attend_tile(plan, layer, all[i], memory, partial + i * size);
-    }
-    if (wanted > 1) {
+    for (int64_t i = 0; i < count; i++)
+      attend<T, Product>(plan, layer, all[i], memory, partial + i * size);
+    if (split) {
 #pragma omp for
       for (int64_t i = 0; i < count; i++)
-        if (all[i].parts > 1 && all[i].part == 0) merge<T, TILE>(plan, layer, all[i], partial + i * size);
+        if (all[i].parts > 1 && all[i].part == 0) merge<T, MOST>(plan, layer, all[i], partial + i * size);
     }
   }
 }

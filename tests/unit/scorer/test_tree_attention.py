@@ -94,8 +94,10 @@ def test_wrong_metadata_is_detected(wrong):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [None, 1900])
-def test_long_contexts_are_split(dtype, window):
-    case = make_case([1, 2], [2100, 5], heads=(4, 1), dtype=dtype, window=window)
+@pytest.mark.parametrize("sizes", [[1, 2], [5, 3], [40, 9]])
+def test_long_contexts_are_split(dtype, window, sizes):
+    """Into parts; and rows into tiles of 8, which share chunks of keys, and items of 32."""
+    case = make_case(sizes, [2100, 5], heads=(4, 1), dtype=dtype, window=window)
     assert case.error(3.0, torch.linspace(-1, 1, 4)) < TOLERANCE[dtype]
 
 
