@@ -421,6 +421,18 @@ def run_engines_in_this_process() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
+def reuse_compiled_models() -> None:
+    """Make vLLM on CPUs reuse compiled models, unless the user set this.
+
+    By default vLLM 0.32 saves models that were compiled ahead of time, fails to load them on CPUs
+    (`compilation/decorators.py`, "Compiling model again") and compiles them at every start.
+    """
+    import torch
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+
+
 @contextmanager
 def loggers_left_alone() -> Iterator[None]:
     """Keep vLLM from configuring its loggers again for each engine's config."""

@@ -314,10 +314,9 @@ def test_servers_alternate_and_other_answers_have_no_figures(monkeypatch):
 
 def test_servers_get_only_flags_that_vllm_knows():
     pytest.importorskip("vllm")
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from support.vllm_parser import server_parser
 
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = server_parser()
     arm = arm_of(Path(assets.HEADS), "automatic", 0)
     more = soak.server_options(soak.SoakOptions(**ASSETS))
     for words in (

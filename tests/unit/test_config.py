@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from vllm_medusa.config import (
     MedusaConfigError,
     RequestConfig,
     resolve_tree,
+    reuse_compiled_models,
 )
 from vllm_medusa.tree.presets import DEFAULT_TREE, load_preset
 from vllm_medusa.tree.topology import TokenTree
@@ -225,3 +227,14 @@ class TestMedusaConfig:
     def test_refusals(self, options, words):
         with pytest.raises(MedusaConfigError, match=words):
             MedusaConfig.from_speculative_config(options)
+
+
+def test_compiled_models_are_reused_on_cpus(monkeypatch):
+    """vLLM 0.32 can't load what it compiles ahead of time there; a user's own setting stays."""
+    torch = pytest.importorskip("torch")
+    name = "VLLM_USE_AOT_COMPILE"
+    for gpu, user, expected in ((False, None, "0"), (False, "1", "1"), (True, None, None)):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda found=gpu: found)
+        monkeypatch.setattr(os, "environ", {} if user is None else {name: user})
+        reuse_compiled_models()
+        assert os.environ.get(name) == expected

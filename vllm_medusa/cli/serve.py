@@ -23,10 +23,11 @@ def run(arguments: Sequence[str]) -> int:
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_medusa.config import MedusaConfigError
+    from vllm_medusa.config import MedusaConfigError, reuse_compiled_models
     from vllm_medusa.heads.model import HeadsError
     from vllm_medusa.tree import TreeError
 
+    reuse_compiled_models()
     set_up_command_line()
     command = ServeSubcommand()
     parser = FlexibleArgumentParser(prog="vllm-medusa", description="vLLM's server, with Medusa.")

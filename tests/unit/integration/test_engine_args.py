@@ -9,9 +9,8 @@ pytest.importorskip("vllm")
 from support.eagle import Eagle3
 from support.hydra import random_hydra
 from support.models import save_random_heads
+from support.vllm_parser import server_parser
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.heads.model import MedusaHeads
@@ -26,7 +25,7 @@ TREE = [[0], [0, 0], [1]]
 
 @pytest.fixture(scope="module")
 def parser():
-    return make_arg_parser(FlexibleArgumentParser())
+    return server_parser()
 
 
 @pytest.fixture(scope="module")
