@@ -424,12 +424,13 @@ def run_engines_in_this_process() -> None:
 def reuse_compiled_models() -> None:
     """Make vLLM on CPUs reuse compiled models, unless the user set this.
 
-    By default vLLM 0.32 saves models that were compiled ahead of time, fails to load them on CPUs
-    (`compilation/decorators.py`, "Compiling model again") and compiles them at every start.
+    vLLM 0.32 (0.33 has no CPU build) saves models that were compiled ahead of time, but fails to
+    load them on CPUs (`compilation/decorators.py`, "Compiling model again"), so it compiles them at
+    every start. Without that, torch's own cache is used.
     """
     import torch
 
-    if not torch.accelerator.is_available():
+    if torch.accelerator.current_accelerator() is None:  # as built: starts no GPU before a fork
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 

@@ -233,8 +233,8 @@ def test_compiled_models_are_reused_on_cpus(monkeypatch):
     """vLLM 0.32 can't load what it compiles ahead of time there; a user's own setting stays."""
     torch = pytest.importorskip("torch")
     name = "VLLM_USE_AOT_COMPILE"
-    for gpu, user, expected in ((False, None, "0"), (False, "1", "1"), (True, None, None)):
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda found=gpu: found)
+    for gpu, user, expected in ((None, None, "0"), (None, "1", "1"), ("cuda", None, None)):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda found=gpu: found)
         monkeypatch.setattr(os, "environ", {} if user is None else {name: user})
         reuse_compiled_models()
         assert os.environ.get(name) == expected

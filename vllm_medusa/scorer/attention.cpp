@@ -35,6 +35,7 @@ namespace {
 
 struct Item {
   int64_t request, head, first, count, part, parts, lo, hi;  // query rows, keys [lo, hi)
+  int64_t partial;  // where its sums are kept if there are several parts
 };
 
 struct Scratch {  // of a tile with R rows
@@ -215,7 +216,7 @@ struct TileProducts {
 
 template <class T, class Product>
 void attend(const Plan& plan, const Layer& layer, const Item& item, Aligned<float>& memory,
-            float* partial) {  // if several parts: [MOST, dim] sums, [MOST] maxima, [MOST] totals
+            float* partial) {  // if several parts: [count, dim] sums, [count] maxima, [count] totals
   constexpr int64_t TILE = Product::TILE, STEP = Product::STEP, MOST = Product::MOST;
   constexpr int64_t CHUNK = 128;  // keys
   const int64_t D = plan.dim, size = plan.block_size, group = plan.heads / plan.kv_heads;
@@ -306,8 +307,8 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, Aligned<floa
 
   if (item.parts > 1) {
     std::copy(sums, sums + count * D, partial);
-    std::copy(largest, largest + count, partial + MOST * D);
-    std::copy(totals, totals + count, partial + MOST * (D + 1));
+    std::copy(largest, largest + count, partial + count * D);
+    std::copy(totals, totals + count, partial + count * (D + 1));
     return;
   }
   for (int64_t r = 0; r < count; r++) {
@@ -318,10 +319,10 @@ void attend(const Plan& plan, const Layer& layer, const Item& item, Aligned<floa
   }
 }
 
-template <class T, int MOST>
+template <class T>
 void merge(const Plan& plan, const Layer& layer, const Item& item, const float* partial) {
-  const int64_t D = plan.dim, group = plan.heads / plan.kv_heads, size = MOST * (D + 2);
-  const float *largest = partial + MOST * D, *totals = largest + MOST;
+  const int64_t D = plan.dim, group = plan.heads / plan.kv_heads, size = item.count * (D + 2);
+  const float *largest = partial + item.count * D, *totals = largest + item.count;
   for (int64_t r = 0; r < item.count; r++) {
     float best = -INFINITY, total = 0;
     for (int64_t s = 0; s < item.parts; s++) best = std::max(best, largest[s * size + r]);
@@ -341,8 +342,7 @@ void merge(const Plan& plan, const Layer& layer, const Item& item, const float* 
 template <class T, class Product>
 void run_with(const Plan& plan, const Layer& layer) {
   constexpr int64_t MIN_PART = 512, MAX_PART = 2048;  // keys
-  constexpr int64_t MOST = Product::MOST;
-  const int64_t group = plan.heads / plan.kv_heads, size = MOST * (plan.dim + 2);
+  const int64_t group = plan.heads / plan.kv_heads;
   const int64_t wanted = 2 * omp_get_max_threads();
   static std::vector<Item> items;  // layers run one after another
   static std::vector<float> partials;
@@ -351,7 +351,7 @@ void run_with(const Plan& plan, const Layer& layer) {
     return std::pair(begin, plan.base[b] + plan.own[b]);
   };
   // as many rows per item as leave enough items; with one part each, and with the most parts
-  int64_t rows = 2 * MOST, whole = 0, most = 0;
+  int64_t rows = 2 * Product::MOST, whole = 0, most = 0;
   while (most < wanted && rows > Product::TILE) {
     rows /= 2, whole = most = 0;
     for (int64_t b = 0; b < plan.requests; b++) {
@@ -361,20 +361,22 @@ void run_with(const Plan& plan, const Layer& layer) {
     }
   }
   items.clear();
-  bool split = false;
+  int64_t kept = 0;
   for (int64_t b = 0; b < plan.requests; b++) {
     const auto [begin, end] = keys_of(b);
     const int64_t parts = std::max({int64_t(1), (end - begin + MAX_PART - 1) / MAX_PART,
                                     std::min((wanted + whole - 1) / whole, (end - begin) / MIN_PART)});
     const int64_t step = (end - begin + parts - 1) / parts, all = plan.rows[b] * group;
-    split |= parts > 1;
     for (int64_t h = 0; h < plan.kv_heads; h++)
       for (int64_t row = 0; row < all; row += rows)
-        for (int64_t s = 0; s < parts; s++)
-          items.push_back({b, h, row, std::min(rows, all - row), s, parts,
-                           std::min(end, begin + s * step), std::min(end, begin + (s + 1) * step)});
+        for (int64_t s = 0; s < parts; s++) {
+          const int64_t count = std::min(rows, all - row);
+          items.push_back({b, h, row, count, s, parts, std::min(end, begin + s * step),
+                           std::min(end, begin + (s + 1) * step), kept});
+          if (parts > 1) kept += count * (plan.dim + 2);
+        }
   }
-  if (split) partials.resize(items.size() * size);
+  if (kept > int64_t(partials.size())) partials.resize(kept);
   const Item* all = items.data();
   float* partial = partials.data();
   const int64_t count = items.size();
@@ -383,11 +385,11 @@ void run_with(const Plan& plan, const Layer& layer) {
     static thread_local Aligned<float> memory;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++)
-      attend<T, Product>(plan, layer, all[i], memory, partial + i * size);
-    if (split) {
+      attend<T, Product>(plan, layer, all[i], memory, partial + all[i].partial);
+    if (kept) {
 #pragma omp for
       for (int64_t i = 0; i < count; i++)
-        if (all[i].parts > 1 && all[i].part == 0) merge<T, MOST>(plan, layer, all[i], partial + i * size);
+        if (all[i].parts > 1 && all[i].part == 0) merge<T>(plan, layer, all[i], partial + all[i].partial);
     }
   }
 }

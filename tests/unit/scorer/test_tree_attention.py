@@ -30,7 +30,8 @@ import torch
 from support.paged_trees import make_case
 print(make_case([20], [40], dtype=torch.bfloat16, isa="amx", block=32).error())
 """
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
+BF16 = torch.bfloat16
+TOLERANCE = {torch.float32: 1e-5, BF16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
 
 @st.composite
@@ -92,12 +93,14 @@ def test_wrong_metadata_is_detected(wrong):
     assert not replace(case, meta=broken).error() < 1e-2  # nor is NaN
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("dtype", "isa"), [*((d, "vec16") for d in TOLERANCE), (BF16, "amx")])
 @pytest.mark.parametrize("window", [None, 1900])
 @pytest.mark.parametrize("sizes", [[1, 2], [5, 3], [40, 9]])
-def test_long_contexts_are_split(dtype, window, sizes):
+def test_long_contexts_are_split(dtype, isa, window, sizes):
     """Into parts; and rows into tiles of 8, which share chunks of keys, and items of 32."""
-    case = make_case(sizes, [2100, 5], heads=(4, 1), dtype=dtype, window=window)
+    block = 32 if isa == "amx" else 16
+    options = {"heads": (4, 1), "dtype": dtype, "isa": isa, "block": block, "window": window}
+    case = make_case(sizes, [2100, 5], **options)
     assert case.error(3.0, torch.linspace(-1, 1, 4)) < TOLERANCE[dtype]
 
 
