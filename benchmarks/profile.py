@@ -94,10 +94,9 @@ def profile_arm(
     options: ProfileOptions, *, arm: Arm, temperature: float, progress: Progress = SILENT
 ) -> Profile:
     """Run the prompts to warm up, then again."""
-    from vllm_medusa.config import reuse_compiled_models, run_engines_in_this_process
+    from vllm_medusa.config import run_engines_in_this_process
 
     run_engines_in_this_process()
-    reuse_compiled_models()
     sampling = ArmSampling(options.max_tokens, temperature)
     engine = VllmEngine(settings(arm, options), sampling, seeded=temperature > 0)
     how: dict[str, Any] = {"concurrency": options.batch[0], "seed": SEED if temperature else None}

@@ -150,6 +150,9 @@ class VllmEngine:
         import torch
         from vllm import LLM
 
+        from vllm_medusa.config import reuse_compiled_models
+
+        reuse_compiled_models()
         self.sampling = sampling
         defaults: dict[str, Any] = {"log_level": "ERROR"}
         if not torch.accelerator.is_available():

@@ -76,10 +76,9 @@ class EngineProcess:
 
 def serve(channel: Channel) -> None:
     """The body of the process: run groups and read counters until the channel is closed."""
-    from vllm_medusa.config import reuse_compiled_models, run_engines_in_this_process
+    from vllm_medusa.config import run_engines_in_this_process
 
     run_engines_in_this_process()
-    reuse_compiled_models()
     arguments, sampling, seeded = channel.recv()
     try:
         engine = VllmEngine(arguments, sampling, seeded=seeded)

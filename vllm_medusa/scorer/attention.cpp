@@ -341,7 +341,7 @@ void merge(const Plan& plan, const Layer& layer, const Item& item, const float* 
 
 template <class T, class Product>
 void run_with(const Plan& plan, const Layer& layer) {
-  constexpr int64_t MIN_PART = 512, MAX_PART = 2048;  // keys
+  constexpr int64_t MIN_PART = 512, MAX_PART = 2048;  // keys; their weights stay in the L2 cache
   const int64_t group = plan.heads / plan.kv_heads;
   const int64_t wanted = 2 * omp_get_max_threads();
   static std::vector<Item> items;  // layers run one after another
