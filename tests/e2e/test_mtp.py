@@ -1,4 +1,4 @@
-"""MiMo's MTP module with trees: exact KV, a chain equal to vLLM's, and plain vLLM's tokens."""
+"""MTP modules with trees: exact KV, chains equal to vLLM's, and plain vLLM's tokens."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from support.eagle_runs import (
     mixed_steps,
     run,
 )
-from support.engines import complete, engine, greedy, random_prompts
-from support.models import VOCAB
-from support.mtp import DEEPSEEK, ERNIE, GLM, Kind, make_case, save_random
-from support.planted import planted
+from support.engines import complete, engine, greedy
+from support.mtp import DEEPSEEK, ERNIE, GLM, Kind, make_case, random_case
+from support.runner import sized
 from support.spies import mean_accepted, recorded_steps
 from vllm import LLM
 from vllm.model_executor.models.mimo_mtp import MiMoMultiTokenPredictorLayer
@@ -43,29 +42,39 @@ def test_chain_is_that_of_vllm(case: Case) -> None:
     assert_chain_of_vllm(case, {"method": "mtp"}, {"method": "mtp", "tree": "chain"})
 
 
-MLA = {"attention_backend": "CPU_MLA", "dtype": "float32", "num_gpu_blocks_override": 70}
+BACKEND = {"attention_backend": "CPU_MLA"}  # for DeepSeek
+WHOLE_PROMPTS: dict[str, Any] = {  # it has neither chunked prefill nor a prefix cache
+    "block_size": 16,
+    "num_gpu_blocks_override": 70,
+    "max_num_batched_tokens": 8192,
+    "enable_prefix_caching": False,
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [(GLM, {}), (ERNIE, {}), (DEEPSEEK, MLA)], ids=["GLM", "Ernie", "DeepSeek"]
-)
-def test_other_modules(kind: Kind, options: dict[str, Any], tmp_path: Path) -> None:
-    """Random modules, so future tokens are planted; GLM's norms its states before the LM head."""
-    target, prompts = save_random(tmp_path, kind), random_prompts(4, VOCAB, 8, 40)
-    with engine(target, **options) as llm:
-        outputs = [list(c.token_ids) for c in complete(llm, prompts, greedy(TOKENS))]
-    case = Case(target, None, None, target, prompts, outputs)  # type: ignore[arg-type]
-    stock = {"method": "mtp"} | {k: v for k, v in options.items() if k == "attention_backend"}
-    assert_chain_of_vllm(case, stock, {"method": "mtp", "tree": "chain"}, plant=True, **options)
-    tree = {"method": "mtp", "tree": {"width": 3, "depth": 3}, "budget": 8}
-    with (
-        engine(target, tree, **options) as llm,
-        planted(prompts, outputs, VOCAB),
-        recorded_steps() as steps,
-    ):
-        got = complete(llm, prompts, greedy(TOKENS))
-    assert [list(completion.token_ids) for completion in got] == outputs
-    assert mean_accepted(steps) > 1
+@pytest.mark.parametrize("kind", [GLM, ERNIE, DEEPSEEK], ids=lambda kind: kind.architecture)
+def test_other_modules(kind: Kind, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Random modules: exact entries and drafts, and plain vLLM's tokens, greedy and seeded.
+
+    GLM's norms its states before the LM head; DeepSeek's passes normed ones to its next step.
+    """
+    case, latent = random_case(tmp_path, kind), kind is DEEPSEEK
+    with engine(case.target, **BACKEND if latent else {}) as llm:
+        plain = complete(llm, LONG, PARAMS)
+    tree = {"method": "mtp", "tree": {"width": 3, "depth": 4}, "budget": 12}
+    with mixed_steps(case, tree, **BACKEND | WHOLE_PROMPTS if latent else {}) as llm:
+        exact_in_mixed_steps(case, llm, plain, cached=not latent)
+        for breaks in (positions_of_slots, siblings_seen):
+            with monkeypatch.context() as patch:
+                breaks(patch)
+                with pytest.raises(AssertionError, match="not close"):
+                    run(case, llm, plain, every=4, some=slice(3))
+
+
+def test_chain_of_a_module_with_two_states(tmp_path: Path) -> None:
+    """DeepSeek's; its random drafts are rejected, so future tokens are planted."""
+    case = random_case(tmp_path, DEEPSEEK, count=4)
+    stock, chain = {"method": "mtp", **BACKEND}, {"method": "mtp", "tree": "chain"}
+    assert_chain_of_vllm(case, stock, chain, plant=True, **BACKEND)
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +125,27 @@ def positions_of_slots(patch: Patch) -> None:
     patch.setattr(EagleTrees, "_forward", wrong)
 
 
-@pytest.mark.parametrize("breaks", [norm_left_out, positions_of_slots])
+def siblings_seen(patch: Patch) -> None:
+    """A branch attends to all expanded nodes."""
+    forward = EagleTrees._forward
+
+    def wrong(self: Any, *args: Any, **named: Any) -> Any:
+        *given, branches = args
+        if isinstance(branches, tuple):
+            args = *given, (torch.ones_like(branches[0]), *branches[1:])
+        return forward(self, *args, **named)
+
+    patch.setattr(EagleTrees, "_forward", wrong)
+
+
+@pytest.mark.parametrize("breaks", [norm_left_out, positions_of_slots, siblings_seen])
 def test_negative_controls(
     case: Case, llm: LLM, plain: Any, monkeypatch: Patch, breaks: Callable[[Patch], None]
 ) -> None:
     """Tokens are correct for any output of the module, but its states are wrong."""
     breaks(monkeypatch)
     with pytest.raises(AssertionError, match="not close"):
-        run(case, llm, plain, every=4, some=slice(3))
+        run(case, llm, plain, every=4, some=slice(sized(3, 1)))
 
 
 def test_acceptance_depends_on_the_norm(case: Case, llm: LLM, monkeypatch: Patch) -> None:

@@ -119,7 +119,14 @@ def torch_only(drafter: EagleTrees) -> Iterator[None]:
 
 
 def cached(layer: Any, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values in a layer's cache, [T, heads, D]."""
+    """Keys and values in a layer's cache, [T, heads, D].
+
+    Those of MLA are latents, and rotated channels, in transformers' order: halves, not pairs.
+    """
+    if layer.kv_cache.dim() == 3:
+        both = layer.kv_cache.flatten(0, 1)[slots].unsqueeze(1)
+        latents, rotated = both.tensor_split([layer.kv_lora_rank], -1)
+        return latents, rotated.unflatten(-1, (-1, 2)).mT.flatten(-2)
     if hasattr(layer, "isa"):
         return gather_tokens(layer.kv_cache, layer.isa, slots)
     keys, values = layer.kv_cache.transpose(1, 2).split(layer.head_size, -1)

@@ -1,9 +1,10 @@
-"""A tiny MiMo target with its multi-token-prediction (MTP) module, and that module in torch."""
+"""Tiny targets with multi-token-prediction (MTP) modules, and these modules in torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from support import mla
 from support.eagle import Eagle1, features_of
-from support.eagle_runs import PROMPT, Case, learned_texts
-from support.models import COMMON, STOPS, save_model
+from support.eagle_runs import PROMPT, Case, greedy_texts, learned_texts
+from support.engines import random_prompts
+from support.models import COMMON, STOPS, VOCAB, save_model
 
 LAYERS = 3
 # vLLM's Qwen2 layers have heads of hidden size / heads channels
@@ -102,17 +106,54 @@ def make_case(folder: Path) -> Case:
     return Case(target, model, drafter, target, prompts, texts[:, PROMPT:].tolist())
 
 
+def save_as_mimo(llama: str, folder: Path) -> str:
+    """Save a Llama with tied embeddings as a MiMo whose module is its last layer; returns its path.
+
+    Its tokens stay the same.
+    """
+    shutil.copytree(llama, folder)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    biased = tuple(f".{name}_proj.weight" for name in "qkv")
+    tensors |= {
+        name.replace("weight", "bias"): tensor.new_zeros(len(tensor))
+        for name, tensor in tensors.items()
+        if name.endswith(biased)
+    }
+    layer, prefix = f"model.layers.{last}.", "model.mtp_layers.0."
+    own = {
+        name.replace(layer, prefix): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(layer)
+    }
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    own |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in norms}
+    own[f"{prefix}input_proj.weight"] = torch.eye(hidden).repeat(1, 2)
+    own["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    add_module(folder, tensors | own, model_type="qwen2", tie_word_embeddings=False, **MIMO)
+    return str(folder)
+
+
 @dataclass(frozen=True)
 class Kind:
-    """A target with an MTP module whose decoder layer is like one of the target's."""
+    """A target with an MTP module whose decoder layer has the shapes of one of the target's."""
 
     architecture: str  # in transformers
     settings: dict[str, Any]
     layer: int  # the target's
     prefix: str  # of the module's layer
-    norms: tuple[str, ...]
+    norms: tuple[str, ...]  # of embeddings and states, and before the LM head if there is one
     projection: str
     tune: Callable[[Any], None] | None = None  # see `save_model`
+    keeps_norm: bool = False  # whether the next step's state is the normed one
+    decoder: Callable[[Any], nn.Module] | None = None  # from a config; None: the target's class
+
+
+def llama_layer(config: Any) -> nn.Module:
+    """A layer of Llama. vLLM's Ernie module is one: its RoPE rotates halves, Ernie's pairs."""
+    own = {"rms_norm_eps": config.rms_norm_eps, "rope_parameters": config.rope_parameters}
+    return LlamaDecoderLayer(LlamaConfig(**COMMON | own, attn_implementation="sdpa"), 0)
 
 
 GLM = Kind(
@@ -134,8 +175,9 @@ GLM = Kind(
 DEEPSEEK = replace(
     GLM,
     architecture="DeepseekV3",
-    settings=mla.SHAPE | {"topk_method": "noaux_tc"},
+    settings=mla.SHAPE | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     tune=mla.soften,
+    keeps_norm=True,
 )
 ERNIE = Kind(
     "Ernie4_5_Moe",
@@ -150,6 +192,7 @@ ERNIE = Kind(
     "model.mtp_block.0.",
     ("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0"),
     "model.mtp_linear_proj.0",
+    decoder=llama_layer,
 )
 
 
@@ -178,3 +221,79 @@ def save_random(folder: Path, kind: Kind) -> str:
     }
     add_module(folder, own)
     return target
+
+
+class _Entries:
+    """What a layer of transformers would cache."""
+
+    keys: Tensor  # [1, heads, T, D]; the latents of MLA
+    values: Tensor  # the rotated channels of MLA
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class Module:
+    """A saved module, with a layer of transformers; `features` and `dense` are as in `Eagle3`."""
+
+    window = None
+    target_ids = torch.arange(VOCAB)
+
+    def __init__(self, target: str, kind: Kind):
+        def load(**changes: Any) -> Any:
+            return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, **changes)
+
+        self.kind, self.model = kind, load().eval()
+        self.tensors = load_file(Path(target, "model.safetensors"))
+        if kind.decoder is None:
+            self.layer = load(num_hidden_layers=LAYERS + 1).eval().model.layers[LAYERS]
+            return
+        self.layer = kind.decoder(self.model.config).eval()
+        start = len(kind.prefix)
+        self.layer.load_state_dict(
+            {n[start:]: t for n, t in self.tensors.items() if n.startswith(kind.prefix)}
+        )
+
+    def features(self, model: Any, ids: Tensor) -> Tensor:
+        """The target's last normed states: int64 [B, T] -> [B, T, H]."""
+        with torch.no_grad():
+            return model.model(ids).last_hidden_state
+
+    def norm(self, place: int, states: Tensor) -> Tensor:
+        weight = self.tensors[f"{self.kind.norms[place]}.weight"]
+        return F.rms_norm(states, weight.shape, weight, self.model.config.rms_norm_eps)
+
+    def step(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor, _Entries]:
+        """Run entries with given tokens (int64 [T]) and states [T, H].
+
+        Returns the input of the LM head and the next step's state, both [T, H], and the entries.
+        """
+        positions = torch.arange(len(tokens))
+        embeds = self.model.get_input_embeddings()(tokens) * (positions > 0)[:, None]
+        both = torch.cat([self.norm(0, embeds), self.norm(1, states)], -1)
+        x = F.linear(both, self.tensors[f"{self.kind.projection}.weight"])[None]
+        rotation, entries = self.model.model.rotary_emb(x, positions[None]), _Entries()
+        states = self.layer(x, position_embeddings=rotation, past_key_values=entries)[0]
+        normed = self.norm(2, states) if len(self.kind.norms) > 2 else states
+        return normed, normed if self.kind.keeps_norm else states, entries
+
+    @torch.no_grad()
+    def dense(self, tokens: Tensor, features: Tensor, path: Sequence[int]) -> tuple[Tensor, Any]:
+        """Logits [V] after a path of tokens following exact entries, and all keys and values."""
+        normed, hidden, entries = self.step(tokens, features)
+        for token in path:
+            tokens = torch.cat([tokens, torch.tensor([token])])
+            features = torch.cat([features, hidden[-1:]])
+            normed, hidden, entries = self.step(tokens, features)
+        return self.model.lm_head(normed[-1]), (entries.keys, entries.values)
+
+
+def random_case(folder: Path, kind: Kind, count: int = 0) -> Case:
+    """A target with a random module, and ``count`` prompts, whose outputs are to be planted."""
+    target = save_random(folder, kind)
+    module: Any = Module(target, kind)
+    prompts, outputs = random_prompts(count, VOCAB, PROMPT, PROMPT), []
+    if count:
+        outputs = greedy_texts(module.model, prompts)[:, PROMPT:].tolist()
+    return Case(target, module.model, module, target, prompts, outputs)
