@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support.assets import HEADS, TARGET, code_prompts
 from support.budgets import fickle, policy_of
 from support.eagle_runs import TOKENS as LEARNED_TOKENS
@@ -20,6 +21,7 @@ from support.fitted_case import TOKENS as HYDRA_TOKENS
 from support.fitted_case import TREES, Fitted
 from support.mla import save_deepseek
 from support.models import VOCAB, save_random_heads
+from support.mtp import GLM, random_case
 from support.plain import (
     COMMON,
     TOKENS,
@@ -164,6 +166,32 @@ def test_an_eagle_drafter(eagle_case: Case) -> None:
     assert got.differing() == 0 and len(got.ranks) == 2
     accepted = [len(made.nodes) - 1 for made in got.trees]
     assert sum(accepted) > len(accepted) > 5 * count  # it has memorized them
+
+
+def test_an_mtp_module(tmp_path: Path) -> None:
+    """Each rank has half of its heads and experts; the first drafts are those of a dense pass."""
+    case = random_case(tmp_path, GLM, count=4)
+    texts = {
+        request_key(prompt, None): (prompt, output)
+        for prompt, output in zip(case.prompts, case.outputs, strict=True)
+    }
+    known = [(key, output) for key, (_, output) in texts.items()]
+    config = {"method": "mtp", "tree": {"width": 3, "depth": 3}, "budget": 9}
+    with engine(case.target, config, worker_cls=WORKER, tensor_parallel_size=2) as llm:
+        got = run(llm, case.prompts, greedy(LEARNED_TOKENS), known)
+    assert [list(each.token_ids) for each in got.completions] == case.outputs
+    assert got.differing() == 0 and len(got.ranks) == 2
+    accepted = [len(made.nodes) - 1 for made in got.trees]
+    assert sum(accepted) > len(accepted) > 5 * len(texts)
+    same = []
+    for made in got.trees:
+        if made.drafts:
+            prompt, output = texts[made.request]
+            tokens = torch.tensor([*prompt, *output[: made.position]])
+            features = case.drafter.features(case.model, tokens[None, :-1])[0]
+            logits, _ = case.drafter.dense(tokens[1:], features, [])
+            same.append(made.drafts[0] == int(logits.argmax()))
+    assert sum(same) > 0.95 * len(same) > 5 * len(texts)
 
 
 def test_hydra_heads(fitted_case: Fitted) -> None:

@@ -12,7 +12,7 @@ from support.engines import engine, greedy, medusa, metric, random_prompts, work
 from support.lora import RANK, save_adapter
 from support.models import HIDDEN, VOCAB
 from support.outcomes import Outcome, assert_same_with_trees, seeded, steady_outcomes
-from support.runner import sized
+from support.runner import ON_V2, sized
 from support.spies import accepted_per_step, mean_accepted
 from vllm import LLM, SamplingParams
 from vllm.lora.layers import BaseLayerWithLoRA
@@ -54,7 +54,7 @@ def test_eagle(eagle_case: Case, adapters: list[Any]) -> None:
 
     Runs before `llm`, because only one engine can exist at a time.
     """
-    learned = eagle_case.prompts[:4]
+    learned = eagle_case.prompts[: sized(4, 1)]
     prompts, params, chosen = requests(adapters)
     prompts, chosen = prompts + learned, chosen + [None] * len(learned)
     params += [greedy(TOKENS) for _ in learned]
@@ -63,7 +63,9 @@ def test_eagle(eagle_case: Case, adapters: list[Any]) -> None:
     config = eagle_config(eagle_case, {"width": 3, "depth": 3}, budget=8)
     with engine(eagle_case.target, config, **ENGINE) as llm:
         steps = assert_same_with_trees(llm, plain, prompts, params, chosen)
-        modules = worker_of(llm).model_runner.drafter.model.modules()
+        runner = worker_of(llm).model_runner
+        drafter = runner.speculator.drafter if ON_V2 else runner.drafter
+        modules = drafter.model.modules()
         assert not any(isinstance(module, BaseLayerWithLoRA) for module in modules)
     assert len({outcome.tokens for outcome in plain}) == len(plain)
     accepted = [sum(accepted_per_step(steps, prompt)) for prompt in learned]

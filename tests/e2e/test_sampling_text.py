@@ -13,6 +13,7 @@ import pytest
 from support.assets import HEADS, TARGET, code_prompts, tokenizer
 from support.budgets import fickle, policy_of, scheduler_of
 from support.engines import complete, engine, medusa
+from support.mtp import save_as_mimo
 from support.outcomes import (
     Outcome,
     assert_same,
@@ -220,6 +221,19 @@ def test_grammars_on_dynamic_trees(
     small = {"max_num_seqs": 16, "max_num_batched_tokens": 96, "enable_chunked_prefill": True}
     with engine(TARGET, config, skip_tokenizer_init=False, **small) as llm:
         assert run_grammars(llm, plain, prompts, [*FOLLOWED, "sampled"]) > 1.3
+
+
+def test_grammars_on_trees_of_an_mtp_module(
+    plain: dict[str, list[Outcome]], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """The test model as a MiMo; future tokens are planted on the module's trees."""
+    target = save_as_mimo(TARGET, tmp_path / "target")
+    config = {"method": "mtp", "tree": {"width": 3, "depth": 3}, "budget": 8}
+    names = [*FOLLOWED, "sampled"]
+    expected, params = ([o for name in names for o in by[name]] for by in (plain, cases()))
+    with engine(target, config, skip_tokenizer_init=False) as llm:
+        steps = assert_same_with_trees(llm, expected, prompts * len(names), params)
+    assert mean_accepted(steps) > 1.0
 
 
 def test_grammars_force_drafts_without_heads(
