@@ -63,6 +63,9 @@ def test_other_modules(kind: Kind, tmp_path: Path, monkeypatch: Patch) -> None:
     tree = {"method": "mtp", "tree": {"width": 3, "depth": 4}, "budget": 12}
     with mixed_steps(case, tree, **BACKEND | WHOLE_PROMPTS if latent else {}) as llm:
         exact_in_mixed_steps(case, llm, plain, cached=not latent)
+        if not latent:  # latents are always computed with attention
+            with monkeypatch.context() as patch:
+                exact_after_plain_steps(case, llm, plain, patch)
         for breaks in (positions_of_slots, siblings_seen):
             with monkeypatch.context() as patch:
                 breaks(patch)
