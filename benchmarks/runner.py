@@ -43,6 +43,7 @@ CASES = {  # name -> (location of its `Case`, what it measures)
     "noise": ("compare.NOISE", "tokens per step with and without shared noise, by temperature"),
     "lookup": ("compare.LOOKUP", "tokens per step of a drafter, of lookup and of both in one tree"),
     "drafters": ("compare.DRAFTERS", "tokens per step of several drafters in all forms"),
+    "mtp": ("mtp.CASE", "tokens per step of chains and trees over an MTP module trained here"),
     "typical": ("typical.CASE", "typical acceptance: tokens per step and text quality"),
     "grammar": ("grammar.CASE", "steps saved by drafts for requests with a JSON schema"),
     "peers": ("peers.CASE", "other engines for CPUs, each with its own speculation, side by side"),

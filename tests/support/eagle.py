@@ -363,23 +363,24 @@ def trained_drafter(
     depth: int,
 ) -> Eagle3:
     """A drafter that `vllm-medusa train` overfits to the texts in a few seconds."""
+    heads = {"num_heads": depth, "aux_layers": tuple(layers), "draft_vocab": draft_vocab}
+    run_training(overfitting(target, texts, prompt, folder, epochs=70, **heads))
+    return Eagle3.load(folder, model)
+
+
+def overfitting(
+    target: str, texts: Tensor, prompt: int, folder: Path, epochs: int, **heads: Any
+) -> TrainOptions:
+    """Options that train an EAGLE drafter on all of some texts in each step; see above."""
     records = folder.with_suffix(".jsonl")
     line = {"generated": [[prompt, texts.shape[1]]], "temperature": 0.0}
     with records.open("w") as file:
         for number, ids in enumerate(texts.tolist()):
             file.write(json.dumps({"index": number, "token_ids": ids, **line}) + "\n")
-    options = TrainOptions(
+    return TrainOptions(
         model=target,
         files=TextFiles(data=records, output=folder, heldout_share=0.0),
-        heads=HeadOptions(
-            kind="eagle3",
-            num_heads=depth,
-            aux_layers=tuple(layers),
-            draft_vocab=draft_vocab,
-            save_dtype="float32",
-        ),
-        training=StepOptions(epochs=70, batch_tokens=len(texts) * texts.shape[1]),
+        heads=HeadOptions(kind="eagle3", save_dtype="float32", **heads),
+        training=StepOptions(epochs=epochs, batch_tokens=len(texts) * texts.shape[1]),
         machine=TrainMachine(device="cpu", precision="float32"),
     )
-    run_training(options)
-    return Eagle3.load(folder, model)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from benchmarks.mtp import train
 from support import mla
-from support.eagle import Eagle1, features_of
+from support.eagle import Eagle1, features_of, overfitting
 from support.eagle_runs import PROMPT, Case, greedy_texts, learned_texts
 from support.engines import random_prompts
 from support.models import COMMON, STOPS, VOCAB, save_model
@@ -25,9 +25,6 @@ from support.models import COMMON, STOPS, VOCAB, save_model
 LAYERS = 3
 # vLLM's Qwen2 layers have heads of hidden size / heads channels
 SHAPE: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-
-
-MIMO = {"architectures": ["MiMoForCausalLM"]}  # its layers are Qwen2's
 
 
 class Mtp(Eagle1):
@@ -58,32 +55,19 @@ class Mtp(Eagle1):
         normed = self.final_layernorm(states)
         return normed, normed
 
-    def fit(self, model: Any, texts: Tensor) -> None:
-        """Memorize texts, int64 [N, T], for two levels."""
-        features, length = self.features(model, texts)[:, :-1], texts.shape[1] - 1
-        ones = torch.ones(length, length, dtype=torch.bool)
-        seen = torch.cat([ones.tril(-1), torch.eye(length, dtype=torch.bool)], 1)  # level 2
-        free = [p for name, p in self.named_parameters() if name != "lm_head.weight"]
-        optimizer = torch.optim.Adam(free, 4e-3)
-        for _ in range(250):
-            first, _, cache = self.step(texts[:, 1:], features)
-            second, _, _ = self.step(texts[:, 1:], first.roll(1, 1), (cache,), seen)
-            states = torch.cat([first[:, :-1], second[:, 1:-1]], 1)
-            labels = torch.cat([texts[:, 2:], texts[:, 3:]], 1)
-            loss = F.cross_entropy(self.lm_head(states).flatten(0, 1), labels.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-    def add_to(self, target: Path) -> None:
-        """Make a Qwen2 checkpoint one of MiMo with this module."""
-        own: dict[str, Tensor] = {}
-        for name, tensor in self.state_dict().items():
-            name = name.removeprefix("layer.").replace("fc.", "input_proj.")
-            own[f"model.mtp_layers.0.{name}"] = tensor
-        for name in ("lm_head.weight", "embedding", "target_ids"):  # the target's
-            del own[f"model.mtp_layers.0.{name}"]
-        add_module(target, own, **MIMO)
+    @classmethod
+    def load(cls, folder: Path, model: Any) -> Mtp:
+        """The module in a checkpoint."""
+        drafter, own, prefix = cls(model), {}, "model.mtp_layers.0."
+        inside = tuple(name for name, _ in drafter.layer.named_children())
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            if name.startswith(prefix):
+                name = name.removeprefix(prefix).replace("input_proj.", "fc.")
+                own[f"layer.{name}" if name.startswith(inside) else name] = tensor
+        left = drafter.load_state_dict(own, strict=False)
+        assert sorted(left.missing_keys) == ["embedding", "lm_head.weight", "target_ids"], left
+        assert left.unexpected_keys == []
+        return drafter
 
 
 def add_module(target: Path, own: dict[str, Tensor], **changes: Any) -> None:
@@ -99,11 +83,10 @@ def make_case(folder: Path) -> Case:
     target, model, prompts, texts = learned_texts(
         folder, "Qwen2", num_hidden_layers=LAYERS, **SHAPE
     )
-    torch.manual_seed(1)
-    drafter = Mtp(model)
-    drafter.fit(model, texts)
-    drafter.add_to(folder / "target")
-    return Case(target, model, drafter, target, prompts, texts[:, PROMPT:].tolist())
+    heads = {"num_heads": 2, "lm_heads": "shared", "draft_vocab": 0}
+    train(overfitting(target, texts, PROMPT, folder / "mimo", epochs=250, **heads))
+    drafter, made = Mtp.load(folder / "mimo", model), str(folder / "mimo")
+    return Case(made, model, drafter, made, prompts, texts[:, PROMPT:].tolist())
 
 
 def save_as_mimo(llama: str, folder: Path) -> str:
@@ -131,7 +114,8 @@ def save_as_mimo(llama: str, folder: Path) -> str:
     own |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in norms}
     own[f"{prefix}input_proj.weight"] = torch.eye(hidden).repeat(1, 2)
     own["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    add_module(folder, tensors | own, model_type="qwen2", tie_word_embeddings=False, **MIMO)
+    config = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
+    add_module(folder, tensors | own, tie_word_embeddings=False, **config)
     return str(folder)
 
 

@@ -113,8 +113,11 @@ def choose_layers(given: Sequence[int], num_layers: int) -> tuple[int, ...]:
     return layers
 
 
-class _Norm(nn.RMSNorm):
+class Norm(nn.RMSNorm):
+    """In float32."""
+
     def forward(self, x: Tensor) -> Tensor:
+        """Normed ``x``, float32."""
         return super().forward(x.float())
 
 
@@ -125,9 +128,9 @@ class _Layer(nn.Module):
         super().__init__()
         hidden, dim = shape.hidden_size, shape.head_dim
         self.shape = shape
-        self.input_layernorm = _Norm(hidden, shape.rms_norm_eps)
-        self.hidden_norm = _Norm(hidden, shape.rms_norm_eps)
-        self.post_attention_layernorm = _Norm(hidden, shape.rms_norm_eps)
+        self.input_layernorm = Norm(hidden, shape.rms_norm_eps)
+        self.hidden_norm = Norm(hidden, shape.rms_norm_eps)
+        self.post_attention_layernorm = Norm(hidden, shape.rms_norm_eps)
         rows, key_rows = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -188,10 +191,10 @@ class EagleDrafter(nn.Module):
         self.shape, self.num_heads, self.vocab_size = shape, steps, shape.vocab_size
         self.draft_vocab_size = shape.vocab_size if token_map is None else len(token_map)
         norms = len(shape.layers) if shape.fc_norm else 0
-        self.fc_norm = nn.ModuleList(_Norm(hidden, shape.rms_norm_eps) for _ in range(norms))
+        self.fc_norm = nn.ModuleList(Norm(hidden, shape.rms_norm_eps) for _ in range(norms))
         self.fc = nn.Linear(len(shape.layers) * hidden, hidden, bias=False)
         self.midlayer = _Layer(shape)
-        self.norm = _Norm(hidden, shape.rms_norm_eps)
+        self.norm = Norm(hidden, shape.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, self.draft_vocab_size, bias=False)
         self.register_buffer("token_map", token_map)
         self.embedding: Tensor | None = None
@@ -217,24 +220,32 @@ class EagleDrafter(nn.Module):
         if isinstance(first, Tensor):
             first = first[:, None, None]  # [B, 1, 1], broadcast over heads
         rows = torch.arange(length, device=features.device) + first
-        if self.fc_norm:
-            parts = zip(self.fc_norm, features.split(self.shape.hidden_size, -1), strict=True)
-            features = torch.cat([norm(part) for norm, part in parts], -1)
-        states, found = self.fc(features), []
+        states, found = self.combine(features), []
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(steps):
             embeds = F.embedding(path[..., step], self.embedding).float()
-            normed = layer.hidden_norm(states)
-            x = torch.cat([layer.input_layernorm(embeds), normed], -1)
+            x, residual = self.inputs(embeds, states, rows + step)
             query, key, value = layer.keys(x, rows + step)
             keys.append(key)
             values.append(value)
-            residual = normed if self.shape.norm_before_residual else states
             states = layer.after(_attend(query, keys, values), residual)
             found.append(self.norm(states))
             states = found[-1] if self.shape.norm_output else states
         return torch.stack(found, 2)
+
+    def combine(self, features: Tensor) -> Tensor:
+        """The states [B, L, H] of the exact entries, from the target's [B, L, 3H]."""
+        if self.fc_norm:
+            parts = zip(self.fc_norm, features.split(self.shape.hidden_size, -1), strict=True)
+            features = torch.cat([norm(part) for norm, part in parts], -1)
+        return self.fc(features)  # type: ignore[no-any-return]
+
+    def inputs(self, embeds: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's input [B, L, 2H] and residual [B, L, H]; positions [L] or [B, 1, L]."""
+        normed = self.midlayer.hidden_norm(states)
+        x = torch.cat([self.midlayer.input_layernorm(embeds), normed], -1)
+        return x, normed if self.shape.norm_before_residual else states
 
     def tensors(self) -> dict[str, Tensor]:
         """All stored tensors, by SafeAILab's names."""
