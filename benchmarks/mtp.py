@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks.case import ROOT, Case, Row
 from benchmarks.compare import BY_NODES, COLUMNS
-from benchmarks.engines import Arm, EngineOptions, compare
+from benchmarks.engines import Arm, EngineOptions, compare, explain_notes
 from demo import smollm2
 from vllm_medusa.files import read_json, write_json
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape, Norm
@@ -260,4 +260,5 @@ CASE = Case(
     {key: COLUMNS[key] for key in SHOWN.split()} | COLUMNS_OF_MODULE,
     quick={"prompts": 2, "max_tokens": 24, "nodes": (2, 4), "epochs": 1},
     plot=BY_NODES,
+    text=explain_notes,
 )
