@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -118,8 +119,8 @@ def save_as_mimo(llama: str, folder: Path) -> str:
     own |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in norms}
     own[f"{prefix}input_proj.weight"] = torch.eye(hidden).repeat(1, 2)
     own["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    config = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
-    add_module(folder, tensors | own, tie_word_embeddings=False, **config)
+    mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
+    add_module(folder, tensors | own, tie_word_embeddings=False, **mimo)
     return str(folder)
 
 
