@@ -36,7 +36,7 @@ OTHERS = {  # flags of programs that are neither ours nor vLLM's
     *("--extra-index-url", "--target", "--no-deps"),  # pip
     *("--dist", "--num-processes"),  # pytest, accelerate
 }
-FORMER = ("demo/target", "demo/heads", "tests/unit/scorer/test_recurrent.py")  # of old commits
+FORMER = ("demo/target", "demo/heads")  # named in commands of old results
 
 
 def commands_of(page):
