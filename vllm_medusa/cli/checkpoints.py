@@ -28,7 +28,8 @@ for EAGLE-3 drafters (also native):
 
 INSPECT = """\
 Describe a checkpoint of heads or of an EAGLE drafter: its contents, whether a value is NaN or
-infinite, and, with --target, whether it fits that model.
+infinite, and, with --target, whether it fits that model. For a target with MTP modules: whether
+trees support them.
 
 Exit status: 0 if it fits, 1 if not, 2 if it is not such a checkpoint or --target is not a model."""
 
@@ -62,7 +63,9 @@ def run_convert(options: ConvertOptions, progress: ConsoleProgress) -> int:
 class InspectOptions(Options):
     """Options of `vllm-medusa inspect`."""
 
-    path: Source = option("heads or a drafter: a folder, a file or a hub name", positional=True)
+    path: Source = option(
+        "heads, a drafter or a target with MTP: a folder, a file or a hub name", positional=True
+    )
     target: Model | None = option("the target model to check against", default=None)
     revision: str | None = option("branch, tag or commit of a hub name", default=None)
     json: bool = option("print everything as JSON", default=False)
@@ -74,8 +77,9 @@ def run_inspect(options: InspectOptions, progress: ConsoleProgress) -> int:
     from vllm_medusa.heads.files import find_checkpoint, is_drafter
     from vllm_medusa.heads.inspection import Inspection, inspect_heads
     from vllm_medusa.heads.model import HeadsError
+    from vllm_medusa.heads.mtp import MtpInspection, inspect_mtp
 
-    found: Inspection | EagleInspection
+    found: Inspection | EagleInspection | MtpInspection | None
     places = options.path, options.target
 
     def reading(done: int, total: int) -> None:
@@ -83,8 +87,13 @@ def run_inspect(options: InspectOptions, progress: ConsoleProgress) -> int:
 
     given: dict[str, Any] = {"revision": options.revision, "progress": reading}
     try:
-        if is_drafter(find_checkpoint(options.path, options.revision)):
+        files = find_checkpoint(options.path, options.revision)
+        if is_drafter(files):
             found, what = inspect_eagle(*places, **given), "an EAGLE drafter"
+        elif (found := inspect_mtp(files, reading)) is not None:
+            what = "a target with MTP"
+            if options.target is not None:
+                raise HeadsError(f"{options.path} contains its own drafter: omit --target")
         else:
             found = inspect_heads(*places, **given)
             what = f"{'Hydra' if found.info.is_hydra else 'Medusa'} heads"

@@ -107,6 +107,37 @@ def test_eagle_3(command, tmp_path):
     assert code == 1 and json.loads(out)["checks"][0]["verdict"] == "does not fit"
 
 
+@pytest.mark.parametrize(
+    ("changes", "tensor", "status", "words"),
+    [
+        ({}, "model.mtp_layers.0.input_proj.weight", 0, "ok trees: supported for MiMoForCausalLM"),
+        ({}, "lm_head.weight", 1, "NO tensors: its config has an MTP module, but its files do not"),
+        ({"num_nextn_predict_layers": 2}, "model.mtp.weight", 1, "need one MTP module, not 2"),
+        (
+            {"architectures": ["Qwen3NextForCausalLM"]},
+            "mtp.fc.weight",
+            1,
+            "NO trees: not with the MTP module of Qwen3NextForCausalLM, only with those of MiMo",
+        ),
+        ({"num_nextn_predict_layers": 0}, "lm_head.weight", 2, "Is this the target model?"),
+    ],
+)
+def test_a_target_with_mtp(command, tmp_path, changes, tensor, status, words):
+    mimo = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    folder = target(tmp_path, **mimo | changes)
+    save_file({tensor: torch.zeros(4, 4)}, folder / "model.safetensors")
+    code, out, err = command("inspect", folder)
+    assert code == status and words in " ".join((out + err).split())
+    found = json.loads(command("inspect", folder, "--json")[1])
+    assert status == 2 or (found["modules"] > 0 and found["fits"] == (status == 0))
+
+
+def test_a_target_with_mtp_has_no_other_target(command, tmp_path):
+    mimo = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    status, _, err = command("inspect", target(tmp_path, **mimo), "--target", TARGET)
+    assert status == 2 and "omit --target" in err
+
+
 def test_commands_recognize_a_drafters_folder(tmp_path):
     """`generate`, `compare` and others, by `--speculative-model`."""
     drafter = Eagle3(torch.zeros(512, 64), torch.arange(0, 512, 2), (1, 2, 3)).save(tmp_path / "e")

@@ -310,7 +310,11 @@ def test_a_module_without_a_tree_uses_vllms_path(module: Config) -> None:
             r"MTP module of .* has a sliding window \(64\).* Omit",
         ),
         ("Llama", {}, "LlamaForCausalLM.* has no MTP module that vLLM supports. Use"),
-        ("Qwen3Next", {}, "type Qwen3NextMTP; trees support only MiMoMTPModel.* Omit"),
+        (
+            "Qwen3Next",
+            {},
+            r"\(Qwen3NextForCausalLM\) .* type Qwen3NextMTP; .* only the .* MiMoForCausalLM.* Omit",
+        ),
     ],
 )
 def test_targets_without_a_suitable_module(

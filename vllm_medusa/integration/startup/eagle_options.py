@@ -19,6 +19,7 @@ from vllm_medusa.heads.eagle_checkpoint import doubtful_layers, named_layers, re
 from vllm_medusa.heads.eagle_tensors import P_EAGLE, Layout
 from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.heads.model import HeadsError
+from vllm_medusa.heads.mtp import MTP_MODULES
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.startup.options import (
     CreateConfig,
@@ -28,9 +29,6 @@ from vllm_medusa.integration.startup.options import (
     merged,
 )
 from vllm_medusa.tree.dynamic import Beam, DynamicTree, widest_pool
-
-# vLLM's MTP modules that were tested
-MTP_MODULES = ("MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel", "DeepSeekMTPModel")
 
 
 def config_of_eagle(
@@ -114,10 +112,10 @@ def check_module(model_config: Any) -> None:
             f"{name} ({kind}) has no MTP module that vLLM supports. Use a drafter, for example "
             '"method": "eagle3", or another target.'
         )
-    if kind not in MTP_MODULES:
+    if kind not in MTP_MODULES.values():
         raise MedusaConfigError(
-            f"{name} has an MTP module of type {kind}; trees support only "
-            f'{", ".join(MTP_MODULES)}. Omit "tree" to use vLLM\'s own MTP.'
+            f"{name} ({target.architectures[0]}) has an MTP module of type {kind}; trees support "
+            f'only the modules of {", ".join(MTP_MODULES)}. Omit "tree" to use vLLM\'s own MTP.'
         )
     if count != 1:
         raise MedusaConfigError(
