@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import runpy
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vllm
+from support import assets
 from support.eagle_runs import (
     LONG,
     PARAMS,
@@ -19,8 +25,8 @@ from support.eagle_runs import (
     mixed_steps,
     run,
 )
-from support.engines import complete, engine, greedy
-from support.mtp import DEEPSEEK, ERNIE, GLM, Kind, make_case, random_case
+from support.engines import complete, engine, greedy, start
+from support.mtp import DEEPSEEK, ERNIE, GLM, MIMO, Kind, make_case, random_case, save_random
 from support.runner import sized
 from support.spies import mean_accepted, recorded_steps
 from vllm import LLM
@@ -78,6 +84,20 @@ def test_chain_of_a_module_with_two_states(tmp_path: Path) -> None:
     case = random_case(tmp_path, DEEPSEEK, count=4)
     stock, chain = {"method": "mtp", **BACKEND}, {"method": "mtp", "tree": "chain"}
     assert_chain_of_vllm(case, stock, chain, plant=True, **BACKEND)
+
+
+def test_the_example(tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture) -> None:
+    """With a small engine in this process."""
+    target = save_random(tmp_path, MIMO, vocab_size=assets.VOCAB)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(assets.TARGET) / name, tmp_path)
+    own = {"max_model_len": 256, "skip_tokenizer_init": False}
+    monkeypatch.setattr(vllm, "LLM", lambda **given: start(**given | own))
+    example = str(Path(__file__).parents[2] / "examples" / "mtp.py")
+    monkeypatch.setattr(sys, "argv", [example, target])
+    runpy.run_path(example, run_name="__main__")
+    said = capsys.readouterr().out
+    assert "def read_settings" in said and re.search(r"accepted in \d+ steps with drafts\n$", said)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from support.models import COMMON, STOPS, VOCAB, save_model
 LAYERS = 3
 # vLLM's Qwen2 layers have heads of hidden size / heads channels
 SHAPE: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+MIMO_CONFIG = {"architectures": ["MiMoForCausalLM"]}  # its layers are Qwen2's
 
 
 class Mtp(Eagle1):
@@ -119,8 +120,8 @@ def save_as_mimo(llama: str, folder: Path) -> str:
     own |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in norms}
     own[f"{prefix}input_proj.weight"] = torch.eye(hidden).repeat(1, 2)
     own["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
-    add_module(folder, tensors | own, tie_word_embeddings=False, **mimo)
+    changes = MIMO_CONFIG | {"model_type": "qwen2", "tie_word_embeddings": False}
+    add_module(folder, tensors | own, **changes)
     return str(folder)
 
 
@@ -137,6 +138,7 @@ class Kind:
     tune: Callable[[Any], None] | None = None  # see `save_model`
     keeps_norm: bool = False  # whether the next step's state is the normed one
     decoder: Callable[[Any], nn.Module] | None = None  # from a config; None: the target's class
+    config: dict[str, Any] = field(default_factory=dict)  # of the checkpoint with the module
 
 
 def llama_layer(config: Any) -> nn.Module:
@@ -145,6 +147,16 @@ def llama_layer(config: Any) -> nn.Module:
     return LlamaDecoderLayer(LlamaConfig(**COMMON | own, attn_implementation="sdpa"), 0)
 
 
+_OF_MIMO = "model.mtp_layers.0."
+MIMO = Kind(
+    "Qwen2",
+    SHAPE,
+    LAYERS - 1,
+    _OF_MIMO,
+    tuple(_OF_MIMO + name for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")),
+    f"{_OF_MIMO}input_proj",
+    config=MIMO_CONFIG,
+)
 GLM = Kind(
     "Glm4Moe",
     {
@@ -185,16 +197,10 @@ ERNIE = Kind(
 )
 
 
-def save_random(folder: Path, kind: Kind) -> str:
+def save_random(folder: Path, kind: Kind, **changes: Any) -> str:
     """Save a chaotic target with a random module; returns its path."""
-    target = save_model(
-        folder,
-        kind.architecture,
-        eos_token_id=list(STOPS),
-        num_hidden_layers=LAYERS,
-        tune=kind.tune,
-        **kind.settings,
-    )
+    settings = {"eos_token_id": list(STOPS), "num_hidden_layers": LAYERS} | kind.settings | changes
+    target = save_model(folder, kind.architecture, tune=kind.tune, **settings)
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
     layer, hidden = f"model.layers.{kind.layer}.", COMMON["hidden_size"]
     shapes = {
@@ -208,7 +214,7 @@ def save_random(folder: Path, kind: Kind) -> str:
         name: 0.3 * torch.randn(shape, generator=generator) + ("norm" in name)
         for name, shape in shapes.items()
     }
-    add_module(folder, own)
+    add_module(folder, own, **kind.config)
     return target
 
 
