@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.eagle import Eagle3
 from support.engines import complete, engine, greedy, medusa, start, stop, worker_of
 from support.models import HIDDEN, VOCAB, save_config, save_random_heads
-from support.mtp import GLM, save_random
+from support.mtp import GLM, MIMO, save_random
 from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 from vllm.model_executor.layers.attention import Attention
@@ -163,6 +165,20 @@ def test_mla_on_cuda(tmp_path: Path, random_heads: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(checks.compat, "on_cuda", lambda: True)
     words = "only on CPUs, with vLLM's V1 model runner"
     assert_refused(model, medusa(random_heads, TREE), words)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_prompt_embeddings(tmp_path: Path, method: str) -> None:
+    """Drafters with a KV cache read token ids."""
+    config, target = {"method": method, "tree": "chain"}, str(tmp_path / "target")
+    if method == "mtp":
+        save_random(tmp_path / "target", MIMO)
+    else:
+        save_config(tmp_path / "target")
+        drafter = Eagle3(torch.zeros(VOCAB, HIDDEN), torch.arange(0, VOCAB, 2), (0, 1))
+        config["model"] = drafter.save(tmp_path / "drafter", num_aux_hidden_states=2)
+    words = "prompt embeddings have no token ids", "EAGLE and MTP", "Disable them"
+    assert_refused(target, config, *words, enable_prompt_embeds=True)
 
 
 def test_replicas_of_experts_with_mtp(tmp_path: Path) -> None:
