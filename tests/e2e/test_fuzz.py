@@ -17,7 +17,7 @@ ENGINE, REQUESTS = 24, 24
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models.save(tmp_path_factory.mktemp("models"))
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 def test_equals_plain_vllm(models: Models) -> None:

@@ -1,9 +1,10 @@
-"""Adapters for the chaotic Llama, in vLLM's layout: random, and large."""
+"""Adapters for chaotic targets, in vLLM's layout: random, and large."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -11,21 +12,34 @@ from safetensors.torch import save_file
 from support.models import COMMON, HIDDEN, VOCAB
 
 RANK = 8
-_HEADS, _SHARED = (COMMON[f"num_{name}_heads"] * COMMON["head_dim"]
-                   for name in ("attention", "key_value"))  # fmt: skip
-_SHAPES = {  # (out, in) of the matrices of a layer
-    "self_attn.q_proj": (_HEADS, HIDDEN),
-    "self_attn.v_proj": (_SHARED, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, _HEADS),
-    "mlp.down_proj": (HIDDEN, COMMON["intermediate_size"]),
-}
 
 
-def save_adapter(folder: Path, seed: int, lm_head: bool = False, vocab: int = VOCAB) -> str:
-    """Save an adapter that changes nearly every token; returns its folder."""
-    generator = torch.Generator().manual_seed(seed)
-    layers = range(COMMON["num_hidden_layers"])
-    shapes = {f"model.layers.{i}.{name}": size for i in layers for name, size in _SHAPES.items()}
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """(out, in) of the matrices of a layer."""
+    heads, shared = (
+        config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value")
+    )
+    return {
+        "self_attn.q_proj": (heads, HIDDEN),
+        "self_attn.v_proj": (shared, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, heads),
+        "mlp.down_proj": (HIDDEN, config["intermediate_size"]),
+    }
+
+
+def save_adapter(
+    folder: Path, seed: int, lm_head: bool = False, vocab: int = VOCAB, **changes: Any
+) -> str:
+    """Save an adapter that changes nearly every token; returns its folder.
+
+    ``changes`` are those of the target's config, see `save_model`.
+    """
+    generator, config = torch.Generator().manual_seed(seed), COMMON | changes
+    shapes = {
+        f"model.layers.{layer}.{name}": size
+        for layer in range(config["num_hidden_layers"])
+        for name, size in _shapes(config).items()
+    }
     if lm_head:
         shapes["lm_head"] = (vocab, HIDDEN)
     tensors = {}

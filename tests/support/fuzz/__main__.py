@@ -43,7 +43,7 @@ def main() -> int:
 
     begun, engine, wrong = time.monotonic(), args.first, 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        models = Models.save(Path(folder))
+        models = Models(Path(folder))
         while args.engine is not None or time.monotonic() < begun + 60 * args.minutes:
             engine = engine if args.engine is None else args.engine
             seeds = [PER_ENGINE * engine + i for i in range(ROUND[runner])]

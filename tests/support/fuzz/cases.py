@@ -36,7 +36,13 @@ _GRAMMARS = (
     {"json": json.dumps(_SCHEMA)},
     {"grammar": 'root ::= "(" [a-z]+ ")" | "[" [0-9]+ "]"'},
 )
-EAGLE = {"eagle": "eagle", "parallel": "eagle3"}  # drafters with a KV cache: vLLM's methods
+EAGLE = {  # drafters with a KV cache: vLLM's methods
+    "eagle": "eagle",
+    "parallel": "eagle3",
+    "mtp": "mtp",
+}
+MTP_TARGETS = ("mimo", "glm", "ernie")  # and DeepSeek's
+LATENT = ("deepseek", "deepseek_mtp")  # targets with MLA
 _KINDS = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
 
 
@@ -53,7 +59,7 @@ class EngineCase:
     greedy: bool  # dynamic trees may preempt requests
     ahead: bool = False  # asynchronous scheduling
     drafter: str = "medusa"  # or hydra, or one of `EAGLE`
-    target: str = "llama"  # or deepseek, with MLA
+    target: str = "llama"  # or deepseek, or one with an MTP module
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ def _varied(case: EngineCase, rng: random.Random) -> EngineCase:
     """The same, possibly with another drafter, with lookup or with thinking budgets."""
     speculation, options, shared = dict(case.speculation), dict(case.options), dict(case.shared)
     drafter, fickle = rng.choice(("medusa", "medusa", "hydra", *EAGLE)), case.fickle
-    if drafter in EAGLE and shared:  # refused with adapters and embeddings
+    if drafter in EAGLE and "enable_prompt_embeds" in shared:  # refused
         drafter = "hydra"
     if drafter in EAGLE:
         tree = rng.choice(("chain", "dynamic", {"width": 2, "depth": 2}, {"width": 3, "depth": 4}))
@@ -131,6 +137,8 @@ def _varied(case: EngineCase, rng: random.Random) -> EngineCase:
         width = tree["width"] if isinstance(tree, dict) else {"chain": 5, "dynamic": 10}[tree]
         rows = options["max_num_batched_tokens"]  # for one level of all requests, or all levels
         options["max_num_seqs"] = min(options["max_num_seqs"], rows // width)
+        if shared:  # vLLM requires one for each row of each request
+            options["max_num_batched_tokens"] = 4096
     grows = speculation["tree"] != "chain" if drafter in EAGLE else "tree" not in speculation
     if grows and rng.random() < 0.3:
         speculation["lookup"] = True
@@ -139,15 +147,21 @@ def _varied(case: EngineCase, rng: random.Random) -> EngineCase:
             reasoning_start_str=THOUGHTS[0], reasoning_end_str=THOUGHTS[1]
         )
         options.pop("num_gpu_blocks_override", None)
-    latent = not (ON_V2 or drafter in EAGLE or shared) and rng.random() < 0.3
-    if latent:  # whole prompts, without a prefix cache
+    target = "llama"
+    if drafter == "mtp" and "enable_lora" in shared:
+        target = "mimo"  # whose adapters are saved
+    elif drafter == "mtp":
+        target = rng.choice(sized((*MTP_TARGETS, LATENT[1]), MTP_TARGETS))
+    elif not (ON_V2 or drafter in EAGLE or shared) and rng.random() < 0.3:
+        target = "deepseek"
+    if target in LATENT:  # whole prompts, without a prefix cache
         shared["attention_backend"] = "CPU_MLA"
         options |= {"max_num_batched_tokens": 4096, "enable_prefix_caching": False}
         if "num_gpu_blocks_override" in options:  # blocks have 16 tokens
             options["num_gpu_blocks_override"] = MAX_MODEL_LEN // 16 + rng.randint(1, 24)
     return replace(
         case,
-        target="deepseek" if latent else "llama",
+        target=target,
         speculation=speculation,
         options=options,
         shared=shared,

@@ -26,6 +26,7 @@ from support.hydra import random_hydra
 from support.lora import RANK, save_adapter
 from support.mla import save_deepseek
 from support.models import HIDDEN, save_model, save_random_heads
+from support.mtp import DEEPSEEK, ERNIE, GLM, LAYERS, MIMO, SHAPE, save_random
 from support.planted import planted_by_seed
 from support.runner import async_scheduling
 from vllm_medusa.heads.checkpoint import save_heads
@@ -33,6 +34,7 @@ from vllm_medusa.integration.startup import startup_timing
 from vllm_medusa.integration.v1.history import install_moves
 
 _MOST_STEPS = 20_000
+MODULES = {"mimo": MIMO, "glm": GLM, "ernie": ERNIE, "deepseek_mtp": DEEPSEEK}
 
 
 @dataclass
@@ -56,40 +58,48 @@ class Answer:
     refused: str = ""
 
 
-@dataclass(frozen=True)
 class Models:
     """Chaotic targets with the test model's tokenizer, drafters, and adapters."""
 
-    targets: dict[str, str]  # by `EngineCase.target`
-    drafters: dict[str, str]  # by `EngineCase.drafter`
-    adapters: list[LoRARequest | None]
-
-    @classmethod
-    def save(cls, folder: Path) -> Models:
-        target = save_model(folder / "llama", "Llama", vocab_size=VOCAB, eos_token_id=STOPS)
-        targets = {
-            "llama": target,
-            "deepseek": save_deepseek(folder / "deepseek", vocab_size=VOCAB),
-        }
-        for path in targets.values():
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                shutil.copy(Path(TARGET) / name, path)
-        drafters = {"medusa": save_random_heads(folder / "heads", vocab=VOCAB)}
-        drafters["hydra"] = str(folder / "hydra")
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.drafters = {"medusa": save_random_heads(folder / "heads", vocab=VOCAB)}
+        self.drafters["hydra"] = str(folder / "hydra")
         save_heads(folder / "hydra", random_hydra(vocab=VOCAB))
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-        drafters["eagle"] = Eagle1(model).save(folder / "eagle")
+        model = AutoModelForCausalLM.from_pretrained(self.target("llama"), dtype=torch.float32)
+        self.drafters["eagle"] = Eagle1(model).save(folder / "eagle")
         embedding = model.get_input_embeddings().weight
         parallel = Eagle3(embedding, torch.arange(1, VOCAB, 2), (0, 1))
         parallel.draft_in_parallel()
-        drafters["parallel"] = parallel.save(folder / "parallel", num_aux_hidden_states=2)
-        paths = [
-            save_adapter(folder / f"adapter{i}", i, lm_head=i == 1, vocab=VOCAB)
-            for i in range(1, ADAPTERS + 1)
-        ]
-        adapters = [LoRARequest(f"adapter{i}", i, path) for i, path in enumerate(paths, 1)]
-        return cls(targets, drafters, [None, *adapters])
+        self.drafters["parallel"] = parallel.save(folder / "parallel", num_aux_hidden_states=2)
+
+    def target(self, name: str) -> str:
+        """The path of an `EngineCase.target`, saved when it is first used."""
+        path = self._folder / name
+        if not path.exists():
+            sizes: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": STOPS}
+            if name in MODULES:
+                save_random(path, MODULES[name], **sizes)
+            elif name == "deepseek":
+                save_deepseek(path, **sizes)
+            else:
+                save_model(path, "Llama", **sizes)
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(Path(TARGET) / file, path)
+        return str(path)
+
+    def adapters(self, target: str) -> list[LoRARequest | None]:
+        """No adapter, and those of a target, saved when they are first used."""
+        mimo = target == "mimo"  # vLLM has no adapters of its LM head
+        changes = SHAPE | {"num_hidden_layers": LAYERS} if mimo else {}
+        found: list[LoRARequest | None] = [None]
+        for i in range(1, ADAPTERS + 1):
+            path = self._folder / f"adapter {i} of {target}"
+            if not path.exists():
+                save_adapter(path, i, lm_head=i == 1 and not mimo, vocab=VOCAB, **changes)
+            found.append(LoRARequest(f"adapter{i}", i, str(path)))
+        return found
 
 
 @dataclass
@@ -106,7 +116,7 @@ class Run:
 def plain_engine(models: Models, case: EngineCase) -> Iterator[LLM]:
     """Room for everything at once: no chunks, no preemption, no cached prefixes."""
     install_moves()  # fixes a bug in vLLM 0.32
-    with engine(models.targets[case.target], skip_tokenizer_init=False,
+    with engine(models.target(case.target), skip_tokenizer_init=False,
                 max_model_len=MAX_MODEL_LEN, max_num_seqs=64, **case.shared) as llm:  # fmt: skip
         yield llm
 
@@ -116,7 +126,9 @@ def run_with_trees(
 ) -> Run:
     """Run the requests on the engine of a case; drafts are plain vLLM's outputs."""
     method = EAGLE.get(case.drafter, "medusa")
-    config = {"method": method, "model": models.drafters[case.drafter], **case.speculation}
+    config = {"method": method, **case.speculation}
+    if method != "mtp":
+        config["model"] = models.drafters[case.drafter]
     known = {
         100 * request.seed + index: said.tokens
         for request in requests
@@ -130,7 +142,7 @@ def run_with_trees(
         if case.ahead:
             stack.enter_context(async_scheduling())
         llm = stack.enter_context(
-            engine(models.targets[case.target], config, skip_tokenizer_init=False,
+            engine(models.target(case.target), config, skip_tokenizer_init=False,
                    max_model_len=MAX_MODEL_LEN, **case.options, **case.shared)
         )  # fmt: skip
         if case.fickle:
@@ -160,6 +172,7 @@ def drive(
     """Step the engine until all requests have ended; ``at_once``: all arrive first, none aborts."""
     core = llm.llm_engine
     waiting = sorted(requests, key=lambda request: request.step, reverse=True)
+    adapters = models.adapters(case.target) if "enable_lora" in case.shared else [None]
     by_id = {str(request.seed): request for request in requests}
     answers = {request.seed: Answer() for request in requests}
     step = 0
@@ -171,7 +184,7 @@ def drive(
                     str(request.seed),
                     _prompt(case, request),
                     request.sampling(),
-                    lora_request=models.adapters[request.adapter * ("enable_lora" in case.shared)],
+                    lora_request=adapters[request.adapter % len(adapters)],
                     priority=request.priority * (case.options["scheduling_policy"] == "priority"),
                 )
             except (VLLMValidationError, ValueError) as error:
