@@ -163,10 +163,7 @@ class MtpJob(Job):
             name: tensor.to("cpu", dtype, copy=True)
             for name, tensor in self.target.model.state_dict().items()
         }
-        for name, tensor in list(tensors.items()):
-            if name.split(".")[-2] in BIASED and name.endswith(".weight"):
-                bias = name.removesuffix("weight") + "bias"
-                tensors.setdefault(bias, tensor.new_zeros(len(tensor)))
+        tensors, config = as_mimo(tensors, self.target.model.config.to_dict())
         tensors |= {name: parameter.detach() for name, parameter in heads.tensors().items()}
         output = self.options.files.output
         save_file(tensors, output / "model.safetensors")
@@ -176,15 +173,26 @@ class MtpJob(Job):
                 "generation_config.json",
             ):
                 shutil.copyfile(file, output / file.name)
-        config = self.target.model.config.to_dict() | {
-            "architectures": ["MiMoForCausalLM"],
-            "model_type": "qwen2",
-            "dtype": str(dtype).removeprefix("torch."),
-            "tie_word_embeddings": False,
-            "num_nextn_predict_layers": 1,
-            "mtp_training": about,
-        }
+        config |= {"dtype": str(dtype).removeprefix("torch."), "mtp_training": about}
         write_json(output / "config.json", config)
+
+
+def as_mimo(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A Llama or Qwen2 target as MiMo: tensors and config, without those of the module."""
+    biases = {
+        name.removesuffix("weight") + "bias": tensor.new_zeros(len(tensor))
+        for name, tensor in tensors.items()
+        if name.endswith(tuple(f".{part}.weight" for part in BIASED))
+    }
+    changes = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "tie_word_embeddings": False,
+        "num_nextn_predict_layers": 1,
+    }
+    return biases | dict(tensors), {**config, **changes}
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from benchmarks.mtp import train
+from benchmarks.mtp import as_mimo, train
 from support import mla
 from support.eagle import Eagle1, features_of, overfitting
 from support.eagle_runs import PROMPT, Case, greedy_texts, learned_texts
@@ -102,14 +102,8 @@ def save_as_mimo(llama: str, folder: Path) -> str:
     """
     shutil.copytree(llama, folder)
     config = json.loads((folder / "config.json").read_text())
-    tensors = load_file(folder / "model.safetensors")
+    tensors, config = as_mimo(load_file(folder / "model.safetensors"), config)
     last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
-    biased = tuple(f".{name}_proj.weight" for name in "qkv")
-    tensors |= {
-        name.replace("weight", "bias"): tensor.new_zeros(len(tensor))
-        for name, tensor in tensors.items()
-        if name.endswith(biased)
-    }
     layer, prefix = f"model.layers.{last}.", "model.mtp_layers.0."
     own = {
         name.replace(layer, prefix): tensor.clone()
@@ -120,8 +114,7 @@ def save_as_mimo(llama: str, folder: Path) -> str:
     own |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in norms}
     own[f"{prefix}input_proj.weight"] = torch.eye(hidden).repeat(1, 2)
     own["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    changes = MIMO_CONFIG | {"model_type": "qwen2", "tie_word_embeddings": False}
-    add_module(folder, tensors | own, **changes)
+    add_module(folder, tensors | own, **config)
     return str(folder)
 
 
