@@ -7,8 +7,8 @@ from vllm_medusa.cli.console import ConsoleProgress, invocation, stdout_console
 from vllm_medusa.offline.options import CompareOptions
 
 COMPARE = """\
-Compare vLLM with heads to plain vLLM: both run the same prompts, alternating, once for each size of
-the heads' tree and once with dynamic trees ("automatic"). The results show whether all tokens are
+Compare vLLM with a drafter to plain vLLM: both run the same prompts, alternating, once for each
+number of draft nodes and once with an automatic number. The results show whether all tokens are
 equal, the tokens per verification step (tau) and the throughput ratio. The exit status is 1 if a
 token differs in float32.
 ---

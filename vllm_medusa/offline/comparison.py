@@ -1,4 +1,4 @@
-"""The compare job: heads against plain vLLM, for several tree sizes and dynamic trees.
+"""The compare job: a drafter against plain vLLM, for several tree sizes and dynamic trees.
 
 The result is a JSON document. The text that describes it is also written here, because reports of
 `adapt` use it.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from vllm_medusa.config import OWN_TREE, EagleConfig, resolve_tree
+from vllm_medusa.config import DRAFTER_METHODS, OWN_TREE, resolve_tree
 from vllm_medusa.files import refuse_to_replace, write_json
 from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.heads.provenance import provenance
@@ -22,6 +22,7 @@ from vllm_medusa.offline.machine import describe_machine, format_machine
 from vllm_medusa.offline.options import CompareOptions, check_speculation
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
+from vllm_medusa.tree.dynamic import MOST_DRAFTS
 
 AUTOMATIC = "automatic"  # dynamic trees of automatic size
 _MIN_PROMPTS = 6  # min prompts to measure on
@@ -30,7 +31,7 @@ _MIN_PROMPTS = 6  # min prompts to measure on
 def compare(
     options: CompareOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Measure each budget of the heads' tree, and dynamic trees, against plain vLLM.
+    """Measure each fixed number of draft nodes, and the automatic one, against plain vLLM.
 
     All are compared with the same plain engine. Returns the figures, plain JSON, which are also
     written to ``options.output``.
@@ -133,9 +134,18 @@ def affordable(
 def speculation(options: CompareOptions) -> dict[int | None, dict[str, Any]]:
     """The ``speculative_config`` of each possible budget, ascending; None: automatic."""
     config = medusa_config(options.heads, options.speculative_config)
-    if config["method"] != "medusa":  # the drafter builds its trees itself
-        drafted = EagleConfig.from_speculative_config(config).dynamic_tree
-        maximum, size, static = drafted.num_draft_tokens, "budget", config
+    static, size = config, "budget"
+    if "tree" in config and config["method"] in DRAFTER_METHODS:  # it builds its trees itself
+        drafted = DRAFTER_METHODS[config["method"]].from_speculative_config(config).dynamic_tree
+        maximum = drafted.num_draft_tokens
+    elif options.heads is None and config.get("lookup"):
+        maximum = config.get("num_speculative_tokens", MOST_DRAFTS)
+    elif options.heads is None or config["method"] != "medusa":
+        raise ValueError(
+            f"the speculative config is {config}, which can't be measured here. Pass HEADS, "
+            'or --speculative-config \'{"method": "mtp", "tree": "dynamic"}\' or '
+            "'{\"lookup\": true}' without HEADS."
+        )
     else:
         info, wanted = peek_heads(options.heads), config.pop("tree", None)
         tree = resolve_tree(wanted, info.tree, info.num_heads, info.draft_vocab_size)
@@ -191,8 +201,8 @@ def setting(document: dict[str, Any]) -> str:
     prompts, rounds = plural(document["prompts"], "prompt"), plural(document["rounds"], "round")
     return (
         f"{prompts} of {document['data']}, up to {document['max_tokens']} new tokens each, {mode}, "
-        f"batch {document['batch']}, {document['dtype']}; {rounds}, plain vLLM and vLLM with the "
-        f"heads alternating; {format_machine(document['machine'])}."
+        f"batch {document['batch']}, {document['dtype']}; {rounds}, plain vLLM and vLLM with "
+        f"drafts alternating; {format_machine(document['machine'])}."
     )
 
 

@@ -193,12 +193,17 @@ class CompareOptions(EngineOptions):
     """Options of `vllm_medusa.offline.comparison.compare` and of `vllm-medusa compare`."""
 
     target: Model = option("a folder or a hub name", positional=True)
-    heads: Source = option("a folder, a file or a hub name", positional=True)
+    heads: Source | None = option(
+        "heads or a drafter: a folder, a file or a hub name; omit it for MTP and for lookup alone",
+        positional=True,
+        default=None,
+    )
     prompts: Path = option("a file of prompts or records", "-i")
     on_bad_line: OnBadLine = option("bad lines: refuse the file, or skip them", default="refuse")
     limit: Positive = option("number of prompts, from the start of the file", default=32)
     speculative_config: dict[str, Any] = option(
-        "further keys of LLM's speculative_config, such as a tree other than that of the heads",
+        "further keys of LLM's speculative_config, such as a tree other than that of the heads; "
+        'without HEADS, \'{"method": "mtp", "tree": "dynamic"}\' or \'{"lookup": true}\'',
         default={},
         metavar="JSON",
     )

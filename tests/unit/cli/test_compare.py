@@ -181,6 +181,33 @@ def test_prompts_of_records_precede_the_answers(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({"method": "mtp", "tree": "dynamic"}, [4, 16, 59, None]),
+        ({"method": "mtp", "tree": {"width": 2, "depth": 2}}, [4, 6, None]),
+        ({"lookup": True}, [4, 16, 63, None]),
+        ({"lookup": True, "num_speculative_tokens": 8}, [4, 8, None]),
+    ],
+)
+def test_without_heads(config, sizes):
+    options = CompareOptions(
+        target="t", prompts=Path("p"), speculative_config=config, budgets=(4, 16, 100)
+    )
+    found = comparison.speculation(options)
+    assert list(found) == sizes
+    method = {"method": "medusa"} | config
+    assert found == {n: method | ({} if n is None else {"budget": n}) for n in sizes}
+
+
+@pytest.mark.parametrize("config", [{}, {"method": "mtp"}, {"method": "ngram"}])
+def test_what_can_not_be_compared(config, tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("one")
+    options = ["--prompts", tmp_path / "p.txt", "--speculative-config", json.dumps(config)]
+    assert run("compare", "target", *options) == 2
+    assert "Pass HEADS, or --speculative-config" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         (["--output", "nowhere/figures.json"], "no folder nowhere"),
