@@ -74,6 +74,25 @@ def other(config: Config, drafter: Path, tmp_path: Path) -> Callable[..., Any]:
     return made
 
 
+def test_adapters_limit_the_tree(config: Config) -> None:
+    """vLLM refuses more cache slots for branches than it has adapter buffers for."""
+    few: dict[str, Any] = {"enable_lora": True, "max_num_seqs": 16, "max_num_batched_tokens": 256}
+    for given, nodes in (({}, 15), ({"num_speculative_tokens": 4}, 4)):
+        made = config(vllm=few, **given)
+        tree = TreeSettings.of(made).tree
+        assert isinstance(tree, DynamicTree) and tree.pool == Beam(3, 3, 6)
+        assert tree.num_draft_tokens == nodes
+        assert made.speculative_config.num_speculative_tokens == 15
+    for given in ({"num_speculative_tokens": 16}, {"tree": {"width": 4, "depth": 5}}):
+        with pytest.raises(ValueError, match=r"\(256\).*\(16\).*\((51|60)\).*width or depth"):
+            config(vllm=few, **given)
+    with pytest.raises(ValueError, match=r"\(6 or more\)"):
+        config(vllm=few | {"max_num_seqs": 64})
+    wide = TreeSettings.of(config(vllm=few | {"max_num_batched_tokens": 4096})).tree
+    assert isinstance(wide, DynamicTree) and wide.pool == Beam(10, 10, 6)
+
+
+
 @pytest.mark.parametrize(
     ("given", "beam", "maximum", "budget"),
     [

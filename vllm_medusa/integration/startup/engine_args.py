@@ -10,7 +10,14 @@ from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
-from vllm_medusa.config import DRAFTER_METHODS, METHOD, MedusaConfigError, refuse_misspelled
+from vllm_medusa.config import (
+    DEPTH,
+    DRAFTER_METHODS,
+    METHOD,
+    WIDTH,
+    MedusaConfigError,
+    refuse_misspelled,
+)
 from vllm_medusa.integration.overrides import override
 from vllm_medusa.tree.forms import did_you_mean
 
@@ -104,9 +111,11 @@ def _create_engine_config(
     except ValueError as error:
         if not (self.enable_lora and _TOO_FEW_TOKENS in str(error)):
             raise
-        if METHOD not in (self.spec_method, (self.speculative_config or {}).get("method")):
+        given = _mapping(self.speculative_config)
+        method = self.spec_method or given.get("method")
+        if method != METHOD and not (method in DRAFTER_METHODS and "tree" in given):
             raise
-        _leave_room_for_adapters(self)
+        _leave_room_for_adapters(self, method)
         config = original(self, *args, **kwargs)
     if self.speculative_config or self.spec_method:
         from vllm_medusa.integration.attention.cuda_graphs import capture_more_trees
@@ -119,23 +128,34 @@ def _create_engine_config(
     return config
 
 
-def _leave_room_for_adapters(engine_args: Any) -> None:
+def _leave_room_for_adapters(engine_args: Any, method: str) -> None:
     """Limit the drafts per request, because vLLM's LoRA buffers limit the tokens of a step.
 
-    vLLM has already set the defaults of max_num_batched_tokens and max_num_seqs.
+    Dynamic trees of EAGLE and MTP also become narrower, because vLLM counts the cache slots of
+    their branches. vLLM has already set the defaults of max_num_batched_tokens and max_num_seqs.
     """
     tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
     speculative = dict(engine_args.speculative_config or {})
     given = speculative.get("num_speculative_tokens", engine_args.spec_tokens)
     maximum = tokens // requests - 1
-    if given is not None or maximum < 1:
+    own, fewest, lower = {"num_speculative_tokens": given or maximum}, 1, "num_speculative_tokens"
+    needed = given and 1 + given
+    if method != METHOD:
+        from vllm_medusa.integration.startup.eagle_options import beam_of, scratch_of
+
+        fewest, lower, needed = DEPTH - 1, "the tree's width or depth", None
+        own["tree"] = {"width": min(WIDTH, maximum // fewest), "depth": DEPTH}
+        if speculative["tree"] != "dynamic" or (given or 0) > maximum:
+            tree = DRAFTER_METHODS[method].from_speculative_config(speculative).dynamic_tree
+            needed = 1 + max(tree.num_draft_tokens, scratch_of(beam_of(tree)))
+    if needed or maximum < fewest:
         raise MedusaConfigError(
             f"With LoRA adapters, vLLM needs max_num_batched_tokens ({tokens}) to be at least "
-            f"max_num_seqs ({requests}) times the nodes of a tree, root included"
-            + (f" ({given + 1})" if given is not None else " (2 or more)")
-            + ". Raise max_num_batched_tokens, or lower max_num_seqs or num_speculative_tokens."
+            f"max_num_seqs ({requests}) times the nodes of a tree, root included "
+            f"({needed or f'{1 + fewest} or more'}). Raise max_num_batched_tokens, or lower "
+            f"max_num_seqs or {lower}."
         )
-    engine_args.speculative_config = speculative | {"num_speculative_tokens": maximum}
+    engine_args.speculative_config = speculative | own
 
 
 def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
