@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 from support.eagle import Eagle3
-from support.eagle_runs import LAYERS, LONG, PARAMS, Case, eagle_config, run
+from support.eagle_runs import (
+    LAYERS,
+    LONG,
+    PARAMS,
+    Case,
+    drafting_every_fifth_step,
+    eagle_config,
+    run,
+)
 from support.engines import complete, engine, metric, worker_of
 from support.models import VOCAB
 from support.planted import planted
@@ -163,7 +171,7 @@ def test_exact(case: Case, plain: Any, monkeypatch: Patch, name: str) -> None:
         case.target,
         tree,
         block_size=BLOCK,
-        num_gpu_blocks_override=groups * sized(56, 20),
+        num_gpu_blocks_override=sized(120, 100) if groups > 1 else sized(56, 20),
         max_model_len=512,
         max_num_batched_tokens=96,
         enable_prefix_caching=True,
@@ -178,6 +186,12 @@ def test_exact(case: Case, plain: Any, monkeypatch: Patch, name: str) -> None:
         with planted(prompts, outputs, VOCAB), recorded_steps() as steps:  # with the kernel
             assert differing(plain[some], complete(llm, prompts, PARAMS[some])) == []
         assert mean_accepted(steps) > 1
+        if groups > 1:  # pending entries in blocks that the target's layers get
+            outputs = [list(completion.token_ids) for completion in plain]
+            with monkeypatch.context() as patch, planted(LONG, outputs, VOCAB):
+                waited = drafting_every_fifth_step(patch)
+                assert differing(plain, complete(llm, LONG, PARAMS)) == []
+            assert max(waited) > 2
         with monkeypatch.context() as patch:
             CASES[name][1](patch, llm)
             with pytest.raises(AssertionError, match=r"not (close|equal)"):

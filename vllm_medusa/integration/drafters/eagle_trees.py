@@ -37,6 +37,7 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_medusa.heads.eagle_checkpoint import mask_entry
 from vllm_medusa.heads.files import is_finite
@@ -355,7 +356,8 @@ class PendingTokens:
     """Tokens of plain steps, run through the drafter many at a time.
 
     A plain step adds one token per request. Its cache entries are needed only when the drafter
-    drafts next, or when other requests run, which may share them as a prefix or reuse their slots.
+    drafts next, or when other requests run, which may share them as a prefix. They are written
+    before other requests reuse their slots, also for the target's layers (`before_step`).
     """
 
     def __init__(self, drafter: EagleTrees) -> None:
@@ -382,6 +384,15 @@ class PendingTokens:
         self._table = block_table.clone()
         depth = len(self._steps)
         if depth >= _MAX_PENDING_STEPS or depth * count >= _MAX_PENDING_ROWS:
+            self.flush()
+
+    def before_step(self, scheduled: SchedulerOutput) -> None:
+        """Flush before the target runs if a request does not continue: its blocks may be reused.
+
+        With several KV cache groups (sliding windows), by the target's layers.
+        """
+        cached = scheduled.scheduled_cached_reqs
+        if not ({*cached.req_ids} - cached.resumed_req_ids).issuperset(self._requests):
             self.flush()
 
     def flush(self) -> None:

@@ -54,6 +54,11 @@ class EagleModelRunner(MedusaModelRunner):
         if self.use_aux_hidden_state_outputs:
             check_captured_layers(self.get_model(), self.speculative_config)
 
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a step; write entries whose slots it may reuse before."""
+        self._pending.before_step(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
     def _draft_states(
         self, step: TreeStep | None, verdict: Verdict | None, scheduler_output: Any, *args: Any
     ) -> Roots | None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -86,6 +87,10 @@ class EagleTreeSpeculator(TreeSpeculator):
         roots = Roots(states, states, nothing, self.max_model_len, table)
         for stream in (None, self._dummy_stream(nothing)):
             self.drafter.draft(roots, nothing, self.trees.num_nodes, nothing, stream=stream)
+
+    def before_step(self, scheduled: SchedulerOutput) -> None:
+        """Write entries whose slots the step may reuse."""
+        self._pending.before_step(scheduled)
 
     def draft_states(
         self,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
@@ -146,6 +147,9 @@ class TreeSpeculator(DraftModelSpeculator):
         _, found = continuations(texts, one - 1, one, nodes - 1)
         levels = self.trees.options.tree.max_depth
         join(DraftTrees.roots(1, nodes, texts.device), found, found.to(torch.float32), levels)
+
+    def before_step(self, scheduled: SchedulerOutput) -> None:
+        """Nothing to do: no step waits for the next one."""
 
     def draft_states(
         self,

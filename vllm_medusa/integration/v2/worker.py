@@ -71,6 +71,7 @@ class MedusaWorker(Worker):
         Their tokens replace the drafts on the device; other requests keep theirs.
         """
         runner: Any = self.model_runner
+        runner.speculator.before_step(scheduler_output)
         ahead = self.vllm_config.scheduler_config.async_scheduling
         # the number of draft tokens limits the heads' drafts, but not those of lookup
         if runner.speculator.trees.lookup is not None and not ahead:
