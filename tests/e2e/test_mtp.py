@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from support import assets
+from support import assets, mla
 from support.eagle_runs import (
     LONG,
     PARAMS,
@@ -26,7 +26,19 @@ from support.eagle_runs import (
     run,
 )
 from support.engines import complete, engine, greedy, start
-from support.mtp import DEEPSEEK, ERNIE, GLM, MIMO, Kind, make_case, random_case, save_random
+from support.mtp import (
+    DEEPSEEK,
+    ERNIE,
+    EXAONE,
+    GLM,
+    GLM_LITE,
+    HUNYUAN,
+    MIMO,
+    Kind,
+    make_case,
+    random_case,
+    save_random,
+)
 from support.runner import sized
 from support.spies import mean_accepted, recorded_steps
 from vllm import LLM
@@ -48,22 +60,23 @@ def test_chain_is_that_of_vllm(case: Case) -> None:
     assert_chain_of_vllm(case, {"method": "mtp"}, {"method": "mtp", "tree": "chain"})
 
 
-BACKEND = {"attention_backend": "CPU_MLA"}  # for DeepSeek
+BACKEND = {"attention_backend": "CPU_MLA"}  # for MLA
 WHOLE_PROMPTS: dict[str, Any] = {  # it has neither chunked prefill nor a prefix cache
     "block_size": 16,
     "num_gpu_blocks_override": 70,
     "max_num_batched_tokens": 8192,
     "enable_prefix_caching": False,
 }
+KINDS = [GLM, ERNIE, EXAONE, HUNYUAN, DEEPSEEK, GLM_LITE]
 
 
-@pytest.mark.parametrize("kind", [GLM, ERNIE, DEEPSEEK], ids=lambda kind: kind.architecture)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.architecture)
 def test_other_modules(kind: Kind, tmp_path: Path, monkeypatch: Patch) -> None:
     """Random modules: exact entries and drafts, and plain vLLM's tokens, greedy and seeded.
 
     GLM's norms its states before the LM head; DeepSeek's passes normed ones to its next step.
     """
-    case, latent = random_case(tmp_path, kind), kind is DEEPSEEK
+    case, latent = random_case(tmp_path, kind), kind.tune is mla.soften
     with engine(case.target, **BACKEND if latent else {}) as llm:
         plain = complete(llm, LONG, PARAMS)
     tree = {"method": "mtp", "tree": {"width": 3, "depth": 4}, "budget": 12}

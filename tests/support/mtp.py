@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoeDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from benchmarks.mtp import as_mimo, train
@@ -23,7 +24,7 @@ from support.eagle_runs import PROMPT, Case, greedy_texts, learned_texts
 from support.engines import random_prompts
 from support.models import COMMON, STOPS, VOCAB, save_model
 
-LAYERS = 3
+LAYERS, WINDOW = 3, 64
 # vLLM's Qwen2 layers have heads of hidden size / heads channels
 SHAPE: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 MIMO_CONFIG = {"architectures": ["MiMoForCausalLM"]}  # its layers are Qwen2's
@@ -130,6 +131,8 @@ class Kind:
     projection: str
     tune: Callable[[Any], None] | None = None  # see `save_model`
     keeps_norm: bool = False  # whether the next step's state is the normed one
+    masked: bool = True  # whether the embedding at position 0 is left out
+    window: int | None = None  # of the module's attention
     decoder: Callable[[Any], nn.Module] | None = None  # from a config; None: the target's class
     config: dict[str, Any] = field(default_factory=dict)  # of the checkpoint with the module
 
@@ -188,6 +191,49 @@ ERNIE = Kind(
     "model.mtp_linear_proj.0",
     decoder=llama_layer,
 )
+GLM_LITE = replace(
+    GLM,
+    architecture="Glm4MoeLite",
+    settings=mla.SHAPE | {"mlp_layer_types": ["dense", *["sparse"] * LAYERS]},
+    tune=mla.soften,
+)
+HUNYUAN = Kind(
+    "HYV3",
+    {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "mlp_layer_types": ["dense", *["sparse"] * LAYERS],
+        # for vLLM, as in published checkpoints
+        "first_k_dense_replace": 1,
+        "expert_hidden_dim": 64,
+        "route_norm": True,
+        "qk_norm": True,
+    },
+    LAYERS - 1,
+    f"model.layers.{LAYERS}.",
+    tuple(f"model.layers.{LAYERS}.{name}" for name in ("enorm", "hnorm", "final_layernorm")),
+    f"model.layers.{LAYERS}.eh_proj",
+    keeps_norm=True,
+)
+EXAONE = Kind(
+    "ExaoneMoe",
+    {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    0,
+    "mtp.layers.0.",
+    ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+    "mtp.fc",
+    keeps_norm=True,
+    masked=False,
+    window=WINDOW,
+    decoder=lambda config: ExaoneMoeDecoderLayer(config, 0),
+)
 
 
 def save_random(folder: Path, kind: Kind, **changes: Any) -> str:
@@ -225,14 +271,13 @@ class _Entries:
 class Module:
     """A saved module, with a layer of transformers; `features` and `dense` are as in `Eagle3`."""
 
-    window = None
     target_ids = torch.arange(VOCAB)
 
     def __init__(self, target: str, kind: Kind):
         def load(**changes: Any) -> Any:
             return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, **changes)
 
-        self.kind, self.model = kind, load().eval()
+        self.kind, self.window, self.model = kind, kind.window, load().eval()
         self.tensors = load_file(Path(target, "model.safetensors"))
         if kind.decoder is None:
             self.layer = load(num_hidden_layers=LAYERS + 1).eval().model.layers[LAYERS]
@@ -258,11 +303,17 @@ class Module:
         Returns the input of the LM head and the next step's state, both [T, H], and the entries.
         """
         positions = torch.arange(len(tokens))
-        embeds = self.model.get_input_embeddings()(tokens) * (positions > 0)[:, None]
+        embeds = self.model.get_input_embeddings()(tokens)
+        if self.kind.masked:
+            embeds = embeds * (positions > 0)[:, None]
         both = torch.cat([self.norm(0, embeds), self.norm(1, states)], -1)
         x = F.linear(both, self.tensors[f"{self.kind.projection}.weight"])[None]
         rotation, entries = self.model.model.rotary_emb(x, positions[None]), _Entries()
-        states = self.layer(x, position_embeddings=rotation, past_key_values=entries)[0]
+        seen = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool).tril()
+        seen = seen if self.window is None else seen.triu(1 - self.window)
+        states = self.layer(
+            x, attention_mask=seen, position_embeddings=rotation, past_key_values=entries
+        )[0]
         normed = self.norm(2, states) if len(self.kind.norms) > 2 else states
         return normed, normed if self.kind.keeps_norm else states, entries
 

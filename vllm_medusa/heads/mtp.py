@@ -17,6 +17,9 @@ MTP_MODULES = {
     "Glm4MoeForCausalLM": "Glm4MoeMTPModel",
     "Ernie4_5_MoeForCausalLM": "ErnieMTPModel",
     "DeepseekV3ForCausalLM": "DeepSeekMTPModel",
+    "Glm4MoeLiteForCausalLM": "Glm4MoeLiteMTPModel",
+    "HYV3ForCausalLM": "HYV3MTPModel",
+    "ExaoneMoeForCausalLM": "ExaoneMoeMTP",
 }
 _NUMBERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 

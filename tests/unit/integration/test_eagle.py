@@ -325,8 +325,13 @@ def test_a_module_without_a_tree_uses_vllms_path(module: Config) -> None:
         ("Qwen2", {"num_nextn_predict_layers": 0}, "= 0; trees .* Use another checkpoint"),
         (
             "Qwen2",
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
-            r"MTP module of .* has a sliding window \(64\).* Omit",
+            {"use_sliding_window": True, "sliding_window": 63, "max_window_layers": 0},
+            r"MTP module of .* has a sliding window of 63; .* 64.* Omit",
+        ),
+        (
+            "ExaoneMoe",
+            {"num_nextn_predict_layers": 1, "mtp_sliding_windows": [32]},
+            r"MTP module of .* has a sliding window of 32; .* Omit",
         ),
         ("Llama", {}, "LlamaForCausalLM.* has no MTP module that vLLM supports. Use"),
         (

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from vllm.config import SpeculativeConfig
 
 from vllm_medusa.config import DRAFTER_METHODS, EagleConfig, MedusaConfigError
 from vllm_medusa.heads.eagle_checkpoint import doubtful_layers, named_layers, require_eagle
-from vllm_medusa.heads.eagle_tensors import P_EAGLE, Layout
+from vllm_medusa.heads.eagle_tensors import MIN_WINDOW, P_EAGLE, Layout
 from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.heads.mtp import MTP_MODULES
@@ -122,13 +123,19 @@ def check_module(model_config: Any) -> None:
             f"{name} has num_nextn_predict_layers = {count}; trees need exactly one MTP module. "
             + ('Omit "tree" to use vLLM\'s own MTP.' if count else "Use another checkpoint.")
         )
-    types, window = getattr(draft, "layer_types", None), getattr(draft, "sliding_window", None)
+    types, window = getattr(draft, "layer_types", None), min(_windows(draft), default=MIN_WINDOW)
     slides = "sliding_attention" in types if types else getattr(draft, "use_sliding_window", True)
-    if window and slides:
+    if window < MIN_WINDOW and slides:
         raise MedusaConfigError(
-            f"The MTP module of {name} has a sliding window ({window}), which was not tested with "
-            'trees. Omit "tree".'
+            f"The MTP module of {name} has a sliding window of {window}; trees need at least "
+            f'{MIN_WINDOW}. Omit "tree" to use vLLM\'s own MTP.'
         )
+
+
+def _windows(config: Any) -> list[int]:
+    """All sliding windows in a target's config, of K-EXAONE's per layer too."""
+    lists = (getattr(config, f"{of}sliding_windows", None) or [] for of in ("", "mtp_"))
+    return [*filter(None, [getattr(config, "sliding_window", None), *chain.from_iterable(lists)])]
 
 
 def scratch_of(beam: Beam) -> int:
