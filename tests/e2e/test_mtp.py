@@ -7,6 +7,7 @@ import runpy
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,11 @@ def test_other_modules(kind: Kind, tmp_path: Path, monkeypatch: Patch) -> None:
 
     GLM's norms its states before the LM head; DeepSeek's passes normed ones to its next step.
     """
+
+    def window_ignored(patch: Patch) -> None:
+        """The dense module attends to everything."""
+        patch.setattr(case.drafter, "kind", replace(kind, window=None))
+
     case, latent = random_case(tmp_path, kind), kind.tune is mla.soften
     with engine(case.target, **BACKEND if latent else {}) as llm:
         plain = complete(llm, LONG, PARAMS)
@@ -85,7 +91,8 @@ def test_other_modules(kind: Kind, tmp_path: Path, monkeypatch: Patch) -> None:
         if not latent:  # latents are always computed with attention
             with monkeypatch.context() as patch:
                 exact_after_plain_steps(case, llm, plain, patch)
-        for breaks in (positions_of_slots, siblings_seen):
+        windowed = [window_ignored] if kind.window else []
+        for breaks in (positions_of_slots, siblings_seen, *windowed):
             with monkeypatch.context() as patch:
                 breaks(patch)
                 with pytest.raises(AssertionError, match="not close"):

@@ -310,7 +310,7 @@ class Module:
         x = F.linear(both, self.tensors[f"{self.kind.projection}.weight"])[None]
         rotation, entries = self.model.model.rotary_emb(x, positions[None]), _Entries()
         seen = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool).tril()
-        seen = seen if self.window is None else seen.triu(1 - self.window)
+        seen = seen if self.kind.window is None else seen.triu(1 - self.kind.window)
         states = self.layer(
             x, attention_mask=seen, position_embeddings=rotation, past_key_values=entries
         )[0]
