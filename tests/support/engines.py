@@ -146,7 +146,7 @@ def generate(
             each.structured_outputs for each in (params if isinstance(params, list) else [params])
         ):
             lengths.add(1 + options.tree.num_draft_tokens)  # runs forced by a grammar
-        assert {len(each.histogram) for each in stats if each is not None} <= lengths
+        assert {len(each.histogram) for each in stats} <= lengths
     return results
 
 

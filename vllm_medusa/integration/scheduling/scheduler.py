@@ -9,15 +9,17 @@ the case where vLLM schedules a step ahead.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm import envs
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
@@ -223,12 +225,24 @@ class TreeScheduler(Scheduler):
             step.tokens = sum(map(len, model_runner_output.sampled_token_ids))
         self._learn_drafts(scheduler_output, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output)
+        if self.spec_decode_metrics_level != "none":
+            self._add_acceptance(result)
         if step.requests:
             self._limit_of_last = step.limit if step.limit < self.max_drafts else None
             more = bool(self.running) or self.has_unfinished_requests()
             self._learn_time(self.clock.end(step, more=more))
             self.save_costs(_SAVE_SECONDS if more else _SAVE_IDLE_SECONDS)
         return result
+
+    def _add_acceptance(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Add a request's acceptance so far if it may end at a stop string.
+
+        The front end finds these; vLLM adds the acceptance only where its scheduler ends a request.
+        """
+        for output in itertools.chain.from_iterable(each.outputs for each in outputs.values()):
+            request = self.requests.get(output.request_id)
+            if request is not None and request.sampling_params.stop:
+                output.spec_decode_metrics = copy.deepcopy(request.spec_decode_metrics)
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
