@@ -131,6 +131,12 @@ class RequestConfig(AcceptanceConfig):
             raise MedusaConfigError(
                 f"SamplingParams.extra_args is {shown(extra)}; use a dict, or omit it."
             )
+        for key in extra or {}:
+            if key != "medusa" and str(key).lower() in ("medusa", "max_draft_tokens", "acceptance"):
+                raise MedusaConfigError(
+                    f"SamplingParams.extra_args has {key!r}; the options are in "
+                    '"medusa": {"medusa": {"max_draft_tokens": 4}}.'
+                )
         options = (extra or {}).get("medusa")
         if isinstance(options, str):
             options = _read_text(options)
@@ -139,7 +145,7 @@ class RequestConfig(AcceptanceConfig):
         if not isinstance(options, Mapping):
             raise MedusaConfigError(
                 f'SamplingParams.extra_args["medusa"] is {shown(options)}; use a dict such as '
-                '{"acceptance": "typical"}, or its JSON as a string.'
+                '{"max_draft_tokens": 4}, or its JSON as a string.'
             )
         given = {str(key): value for key, value in options.items()}
         if "mode" in given:

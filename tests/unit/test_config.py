@@ -115,6 +115,11 @@ class TestRequestArguments:
         with pytest.raises(MedusaConfigError, match=words):
             RequestConfig.from_extra_args({"medusa": options}, AcceptanceConfig())
 
+    @pytest.mark.parametrize("key", ["Medusa", "max_draft_tokens", "acceptance"])
+    def test_misplaced_options(self, key):
+        with pytest.raises(MedusaConfigError, match=f"has '{key}'; the options are in .medusa."):
+            RequestConfig.from_extra_args({key: 0}, AcceptanceConfig())
+
 
 class TestTree:
     def test_the_user_overrides_the_heads_and_these_the_default(self):
