@@ -315,7 +315,7 @@ class EagleConfig(DrafterConfig):
     model: str = Field(min_length=1, description="the folder or hub name of the drafter")
 
 
-_OF_TARGET = "nothing: omit it, because the MTP module is loaded from the target's checkpoint"
+_OF_TARGET = "no value: the MTP module is loaded from the target's checkpoint"
 
 
 class MtpConfig(DrafterConfig):

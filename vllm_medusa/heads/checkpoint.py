@@ -141,8 +141,8 @@ def peek_heads(source: Source, *, revision: str | None = None) -> HeadsInfo:
     if not heads:
         raise HeadsError(
             f"{label} holds no Medusa head: none of its {len(files.files)} tensors has the name of "
-            f"one ({_listing(sorted(files.files))}). Is this the target model? Pass the heads' "
-            "folder or file"
+            f"one ({_listing(sorted(files.files))}). Is this a target without MTP? Pass the "
+            "folder or file of heads or of a drafter"
         )
     if spelling == "hydra" and Slot("skip") not in names:
         raise HeadsError(

@@ -44,7 +44,10 @@ def inspect_mtp(files: CheckpointFiles, progress: Progress | None = None) -> Mtp
         return None
     kind, after = sizes["architecture"], f"layers.{sizes['num_layers']}."
     names = [name for name in files.files if "mtp" in name or after in name]
-    if kind not in MTP_MODULES:
+    if not names:
+        text = "its config has an MTP module, but its files do not. Use a complete checkpoint"
+        checks = [Check("tensors", NO, text)]
+    elif kind not in MTP_MODULES:
         text = f"not with the MTP module of {kind}, only with those of {', '.join(MTP_MODULES)}"
         checks = [Check("trees", NO, f'{text}. Omit "tree" to use vLLM\'s own MTP')]
     elif number != 1:
@@ -53,9 +56,6 @@ def inspect_mtp(files: CheckpointFiles, progress: Progress | None = None) -> Mtp
     else:
         text = f'supported for {kind}: {{"method": "mtp", "tree": "dynamic"}}, without "model"'
         checks = [Check("trees", "fits", text)]
-    if not names:
-        text = "its config has an MTP module, but its files do not. Use a complete checkpoint"
-        checks.append(Check("tensors", NO, text))
     damage = files.find_damage((n for n in names if files.files[n].exists()), progress)
     return MtpInspection(files.label, checks, damage, kind, number, len(names))
 

@@ -74,7 +74,7 @@ def test_heads_are_not_a_target(command, tmp_path, form):
 def test_inspect_of_a_target_and_of_neither(command, tmp_path):
     status, out, err = command("inspect", TARGET)
     assert (status, out) == (2, "")
-    assert "Is this the target model?" in err
+    assert "Is this a target without MTP?" in err
     status, out, err = command("inspect", tmp_path)
     assert (status, out) == (2, "")
     assert "error:" in err
@@ -119,7 +119,7 @@ def test_eagle_3(command, tmp_path):
             1,
             "NO trees: not with the MTP module of Qwen3NextForCausalLM, only with those of MiMo",
         ),
-        ({"num_nextn_predict_layers": 0}, "lm_head.weight", 2, "Is this the target model?"),
+        ({"num_nextn_predict_layers": 0}, "lm_head.weight", 2, "Is this a target without MTP?"),
     ],
 )
 def test_a_target_with_mtp(command, tmp_path, changes, tensor, status, words):

@@ -55,7 +55,7 @@ def written(content):
         (
             "model.safetensors",  # the target itself
             lambda path: write(path, {"model.norm.weight": torch.zeros(8)}),
-            r"holds no Medusa head.*Is this the target model\?",
+            r"holds no Medusa head.*Is this a target without MTP\?",
         ),
         ("notes.txt", written(b""), r"none of medusa_lm_head\.safetensors, .*it holds notes\.txt"),
     ],

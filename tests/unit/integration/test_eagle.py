@@ -351,8 +351,8 @@ def test_targets_without_a_suitable_module(
 @pytest.mark.parametrize(
     ("given", "vllm", "words"),
     [
-        ({"model": "other"}, {}, "model is 'other'; use nothing: omit it"),
-        ({"revision": "v1"}, {}, "revision is 'v1'; use nothing: omit it"),
+        ({"model": "other"}, {}, "model is 'other'; use no value"),
+        ({"revision": "v1"}, {}, "revision is 'v1'; use no value"),
         ({"tree": "chian"}, {}, "tree is 'chian'; use"),
         ({"method": "mimo_mtp"}, {}, "method is 'mimo_mtp'.* \"mtp\""),
         ({}, {"max_model_len": 50}, "need 50 cache slots"),
