@@ -97,11 +97,11 @@ class EngineOptions(Options):
         ]
         return {file.stem: load_prompts(file)[: self.prompts] for file in files}
 
-    def chosen(self, arms: Sequence[Arm]) -> list[Arm]:
-        """The arms whose names --only matches. Raises ValueError: it matches none."""
+    def chosen(self, arms: Sequence[Any]) -> list[Any]:
+        """Those with a ``name`` that --only matches. Raises ValueError: it matches none."""
         found = [arm for arm in arms if re.search(self.only or "", arm.name)]
         if self.only and not found:
-            names = ", ".join(arm.name for arm in arms)
+            names = "; ".join(arm.name for arm in arms)
             raise ValueError(f"--only {self.only} matches none of: {names}. Correct or omit it")
         return found
 

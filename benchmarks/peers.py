@@ -211,11 +211,11 @@ def run(options: PeersOptions, progress: Progress) -> Iterator[Row]:
     usable = tuple(packed.usable(each, options.target) for each in options.others)
     options = replace(options, others=usable)
     prompts, eos = rendered(options)
-    for _, each in groupby(peers(options, eos, progress), key=lambda peer: peer.engine):
-        group = list(each)
-        if options.only:
-            named = [peer for peer in group if re.search(options.only, peer.name)]
-            group = [peer for peer in group if peer in named or (named and peer.method == "plain")]
+    every = list(peers(options, eos, progress))
+    named = options.chosen(every)
+    for engine, each in groupby(every, key=lambda peer: peer.engine):
+        wanted = any(peer.engine == engine for peer in named)
+        group = [peer for peer in each if peer in named or (wanted and peer.method == "plain")]
         for peer in group:
             if notes := peer.notes(max(options.batch), max(options.temperatures)):
                 yield Row(peer.what(), note="; ".join(notes))

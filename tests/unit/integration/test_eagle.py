@@ -92,7 +92,6 @@ def test_adapters_limit_the_tree(config: Config) -> None:
     assert isinstance(wide, DynamicTree) and wide.pool == Beam(10, 10, 6)
 
 
-
 @pytest.mark.parametrize(
     ("given", "beam", "maximum", "budget"),
     [
