@@ -41,6 +41,7 @@ def speed_up() -> None:
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
 
     _remember_types(tl.core)
+    _remember_conversions(tl.core, interpreter)
     _check_integers(interpreter)
 
 
@@ -79,6 +80,46 @@ def _remember_types(core: Any) -> None:
     core.block_type.with_element_ty = with_element_ty
     core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     core.dtype.to_ir = scalar_to_ir
+
+
+def _remember_conversions(core: Any, interpreter: Any) -> None:
+    """Convert no operands of one type and shape, and decide once on each pair of types."""
+    semantic, numpy_of = type(interpreter.interpreter_semantic), interpreter._get_np_dtype
+    convert, decide = semantic.binary_op_type_checking_impl, semantic.computation_type_impl
+    decided: dict[tuple[Any, ...], Any] = {}
+    numbers: dict[tuple[Any, ...], Any] = {}
+    in_numpy: dict[str, Any] = {}
+
+    def converted(self: Any, lhs: Any, rhs: Any, *pointers: bool, **more: bool) -> Any:
+        number, given = (lhs, rhs) if type(rhs) is core.tensor else (rhs, lhs)
+        if type(number) is core.tensor:
+            alike = lhs.shape is rhs.shape and lhs.dtype is rhs.dtype
+            if alike and not (lhs.dtype.is_ptr() or more or pointers[2:]):
+                return lhs, rhs
+        if type(number) not in (int, float) or type(given) is not core.tensor:
+            return convert(self, lhs, rhs, *pointers, **more)
+        key = given.type.name, type(number), number, pointers, *more.items()
+        if key in numbers:
+            return (numbers[key], rhs) if given is rhs else (lhs, numbers[key])
+        found = convert(self, lhs, rhs, *pointers, **more)
+        if number and found[given is rhs] is given:  # 0.0 and -0.0 are equal
+            numbers[key] = found[given is lhs]
+        return found
+
+    def decide_once(self: Any, a: Any, a_scalar: bool, b: Any, b_scalar: bool, div: bool) -> Any:
+        key = a.name, a_scalar, b.name, b_scalar, div
+        if key not in decided:
+            decided[key] = decide(self, a, a_scalar, b, b_scalar, div)
+        return decided[key]
+
+    def find_once(dtype: Any) -> Any:
+        if dtype.scalar.name not in in_numpy:
+            in_numpy[dtype.scalar.name] = numpy_of(dtype)
+        return in_numpy[dtype.scalar.name]
+
+    semantic.binary_op_type_checking_impl = converted
+    semantic.computation_type_impl = decide_once
+    interpreter._get_np_dtype = find_once
 
 
 def _check_integers(interpreter: Any) -> None:
