@@ -23,6 +23,7 @@ from support.eagle import Eagle1, features_of, overfitting
 from support.eagle_runs import PROMPT, Case, greedy_texts, learned_texts
 from support.engines import random_prompts
 from support.models import COMMON, STOPS, VOCAB, save_model
+from support.runner import sized
 
 LAYERS, WINDOW = 3, 64
 # vLLM's Qwen2 layers have heads of hidden size / heads channels
@@ -91,7 +92,8 @@ def make_case(folder: Path) -> Case:
         folder, "Qwen2", num_hidden_layers=LAYERS, tune=soften, **SHAPE
     )
     heads = {"num_heads": 3, "lm_heads": "shared", "draft_vocab": 0}
-    train(overfitting(target, texts, PROMPT, folder / "mimo", epochs=250, **heads))
+    epochs = sized(250, 5)  # its acceptance is tested on V1
+    train(overfitting(target, texts, PROMPT, folder / "mimo", epochs=epochs, **heads))
     drafter, made = Mtp.load(folder / "mimo", model), str(folder / "mimo")
     return Case(made, model, drafter, made, prompts, texts[:, PROMPT:].tolist())
 
