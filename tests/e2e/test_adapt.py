@@ -1,7 +1,6 @@
 """The whole pipeline as started by a user, killed once during a stage."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,13 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import commands
 from support.assets import ASSETS, HIDDEN, TARGET, VOCAB
 
 from vllm_medusa.heads.checkpoint import load_heads
 
 pytestmark = pytest.mark.engine
 
-PATH = os.pathsep.join([str(ASSETS.parent), os.environ.get("PYTHONPATH", "")])
 NODES = 3
 OPTIONS = {
     "--samples": 2,
@@ -31,16 +30,9 @@ OPTIONS = {
 }
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "vllm_medusa.cli", "adapt", TARGET]
-    command += ["--prompts", str(folder / "prompts.jsonl"), "--output", str(folder / "heads")]
-    command += [str(part) for option in OPTIONS.items() for part in option]
-    return subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATH},
-    )
+def command(folder: Path) -> list[str]:
+    files = ["--prompts", str(folder / "prompts.jsonl"), "--output", str(folder / "heads")]
+    return ["adapt", TARGET, *files, *(str(part) for option in OPTIONS.items() for part in option)]
 
 
 def kill_in_stage(process: subprocess.Popen[str], name: str) -> None:
@@ -61,17 +53,22 @@ def kill_in_stage(process: subprocess.Popen[str], name: str) -> None:
     assert not [child for child in children if child.is_running()]
 
 
-def test_from_prompts_to_measured_heads(tmp_path: Path) -> None:
+def test_from_prompts_to_measured_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    # compiled losses are tested in `tests/unit/training/test_losses.py`
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     lines = (ASSETS / "prompts.jsonl").read_text().splitlines(keepends=True)[:8]
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
-    kill_in_stage(start(tmp_path), "train")
+    whole = [sys.executable, "-m", "vllm_medusa.cli", *command(tmp_path)]
+    kill_in_stage(subprocess.Popen(whole, stderr=subprocess.PIPE, text=True), "train")
     heads = tmp_path / "heads"
     assert not heads.exists()
-    again = start(tmp_path)
-    _, said = again.communicate(timeout=800)
-    assert again.returncode == 0, said
+    monkeypatch.setattr(sys, "argv", ["vllm-medusa", *command(tmp_path)])
+    status, said = commands.run(*command(tmp_path)), commands.said(capfd)
+    assert status == 0, said
     assert "distill: already done" in said
-    assert "All tokens of 4 requests equal plain vLLM's" in " ".join(said.split())
+    assert "All tokens of 4 requests equal plain vLLM's" in said
 
     loaded, info = load_heads(heads, hidden_size=HIDDEN, vocab_size=VOCAB)
     assert loaded.num_heads == 2
