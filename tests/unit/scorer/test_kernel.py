@@ -91,8 +91,8 @@ class Cases:
     @pytest.mark.parametrize("kv_dtype", [None, *FP8_DTYPES])
     def test_dtypes(self, dtype, kv_dtype):
         options = {"dtype": dtype, "kv_dtype": kv_dtype, "sinks": True, "softcap": 5.0}
-        check(self.make(MIXED, window=12, splits=1, **options))
-        check(self.make(MIXED, window=None, splits=4, **options))
+        for window, splits in ((12, 1), (None, 4)):
+            check(self.make(MIXED, heads=(2, 1), window=window, splits=splits, **options))
 
     @pytest.mark.parametrize("nodes", [1, 2, 63, 64, 65, 128, 129, 256])
     @pytest.mark.parametrize("context", [0, 17])
