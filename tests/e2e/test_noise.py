@@ -1,7 +1,6 @@
 """Drafts that share the noise of the target's draws: more are accepted, and no token changes.
 
-Distributions of requests without a seed: `test_unseeded`. On V2 this file runs in
-`test_sampling_on_v2`.
+Distributions of requests without a seed: `test_unseeded`. On V2 it runs in `test_on_v2`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The CUDA attention in a whole engine: vLLM's V2 runner with the interpreter.
 
 Cache layout, cache writes and steps without trees are those of vLLM's Triton backend; output
-is compared with plain vLLM on its own C++ attention. Runs in `tests/v2/test_steps_on_v2.py`.
+is compared with plain vLLM on its own C++ attention. Runs in `tests/v2/test_on_v2.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_medusa.tree.batch import TreeBatch
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_steps_on_v2.py"),
+    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_on_v2.py"),
 ]
 
 TOKENS = 24

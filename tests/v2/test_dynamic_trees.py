@@ -1,6 +1,6 @@
 """Dynamic trees on vLLM's V2 runner, scheduled ahead: plain vLLM's tokens for any topology.
 
-Runs in `test_sampling_on_v2`. `tests/e2e/test_dynamic_trees.py` compares acceptance with decode.py.
+Runs in `test_on_v2`. `tests/e2e/test_dynamic_trees.py` compares acceptance with decode.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_sampling_on_v2.py"),
+    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_on_v2.py"),
 ]
 
 if ON_V2:

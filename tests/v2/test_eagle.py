@@ -1,7 +1,7 @@
 """EAGLE-3 trees as on CUDA: V2 schedules a step ahead, and our kernel attends to the branches.
 
 Interpreted, so only a few requests; `tests/e2e/test_eagle.py`, which also runs on V2,
-tests many. Runs in `test_sampling_on_v2`.
+tests many. Runs in `test_on_v2`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_sampling_on_v2.py"),
+    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_on_v2.py"),
 ]
 
 if ON_V2:

@@ -1,6 +1,6 @@
 """Specific to vLLM's V2 runner: its selection, its extension points and its limits.
 
-Runs in `test_sampling_on_v2`.
+Runs in `test_on_v2`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_sampling_on_v2.py"),
+    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_on_v2.py"),
 ]
 
 if ON_V2:
