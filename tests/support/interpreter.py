@@ -47,9 +47,8 @@ def speed_up() -> None:
 
 def _remember_types(core: Any) -> None:
     """One type for all blocks of a shape, and one shape for all tensors of that shape."""
-    make, equal, to_ir = core.block_type.__init__, core.dtype.__eq__, core.dtype.to_ir
+    make, equal = core.block_type.__init__, core.dtype.__eq__
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
-    in_ir: dict[str, Any] = {}
 
     def make_block(self: Any, element_ty: Any, shape: Any) -> None:
         key = element_ty.name, *(getattr(s, "value", s) for s in shape)
@@ -70,25 +69,17 @@ def _remember_types(core: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = type.of_tensors
 
-    def scalar_to_ir(self: Any, builder: Any) -> Any:
-        if self.name not in in_ir:
-            in_ir[self.name] = to_ir(self, builder)
-        return in_ir[self.name]
-
     core.dtype.sizes, core.dtype.of_tensors = (), (core.tuple([]), core.constexpr(1))
     core.block_type.__init__, core.tensor.__init__ = make_block, make_tensor
     core.block_type.with_element_ty = with_element_ty
     core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
-    core.dtype.to_ir = scalar_to_ir
 
 
 def _remember_conversions(core: Any, interpreter: Any) -> None:
-    """Convert no operands of one type and shape, and decide once on each pair of types."""
-    semantic, numpy_of = type(interpreter.interpreter_semantic), interpreter._get_np_dtype
-    convert, decide = semantic.binary_op_type_checking_impl, semantic.computation_type_impl
-    decided: dict[tuple[Any, ...], Any] = {}
+    """Operands of one type and shape need no conversion, and a number becomes one block."""
+    semantic = type(interpreter.interpreter_semantic)
+    convert = semantic.binary_op_type_checking_impl
     numbers: dict[tuple[Any, ...], Any] = {}
-    in_numpy: dict[str, Any] = {}
 
     def converted(self: Any, lhs: Any, rhs: Any, *pointers: bool, **more: bool) -> Any:
         number, given = (lhs, rhs) if type(rhs) is core.tensor else (rhs, lhs)
@@ -106,20 +97,7 @@ def _remember_conversions(core: Any, interpreter: Any) -> None:
             numbers[key] = found[given is lhs]
         return found
 
-    def decide_once(self: Any, a: Any, a_scalar: bool, b: Any, b_scalar: bool, div: bool) -> Any:
-        key = a.name, a_scalar, b.name, b_scalar, div
-        if key not in decided:
-            decided[key] = decide(self, a, a_scalar, b, b_scalar, div)
-        return decided[key]
-
-    def find_once(dtype: Any) -> Any:
-        if dtype.scalar.name not in in_numpy:
-            in_numpy[dtype.scalar.name] = numpy_of(dtype)
-        return in_numpy[dtype.scalar.name]
-
     semantic.binary_op_type_checking_impl = converted
-    semantic.computation_type_impl = decide_once
-    interpreter._get_np_dtype = find_once
 
 
 def _check_integers(interpreter: Any) -> None:

@@ -13,17 +13,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[2]
-MARKS_ON_V2 = [
-    pytest.mark.engine,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
-]
 
 
 def run_pytest(*arguments: str, environment: Mapping[str, str] | None = None) -> None:
@@ -38,10 +30,3 @@ def run_pytest(*arguments: str, environment: Mapping[str, str] | None = None) ->
     summary = done.stdout.strip().rpartition("\n")[2]
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert re.search(r"\b[1-9]\d* passed", summary) and "skipped" not in summary, summary
-
-
-def run_on_v2(*selected: str) -> None:
-    """Run these files and tests; each must exist, and none may fail or be skipped."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
-    plugin = ("-p", "support.triton_on_cpu", "--timeout", "900")
-    run_pytest(*plugin, *selected, environment={"PYTHONPATH": path})

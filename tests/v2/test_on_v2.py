@@ -5,13 +5,20 @@ No refusals: they happen before a runner is built, with the same messages for bo
 
 from __future__ import annotations
 
-from support.pytest_process import MARKS_ON_V2, run_on_v2
+import os
+from importlib.util import find_spec
 
-pytestmark = MARKS_ON_V2
+import pytest
+from support.pytest_process import REPOSITORY, run_pytest
 
 
+@pytest.mark.engine
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_on_v2() -> None:
-    run_on_v2(
+    path = [str(REPOSITORY / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    run_pytest(
+        *("-p", "support.triton_on_cpu", "--timeout", "900"),
         "tests/v2/test_runner.py",
         "tests/v2/test_dynamic_trees.py",
         "tests/v2/test_eagle.py",
@@ -46,4 +53,5 @@ def test_on_v2() -> None:
         "tests/distributed/test_tensor_parallel.py::test_seeded_tokens",
         "tests/distributed/test_tensor_parallel.py::test_the_ranks_agree",
         "tests/distributed/test_tensor_parallel.py::test_the_comparison_covers_many_verdicts",
+        environment={"PYTHONPATH": os.pathsep.join(path)},
     )
