@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from vllm_medusa.config import DRAFTER_METHODS, OWN_TREE, resolve_tree
+from vllm_medusa.config import DRAFTER_METHODS, OWN_TREE, MedusaConfig, resolve_tree
 from vllm_medusa.files import refuse_to_replace, write_json
 from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.heads.provenance import provenance
@@ -138,9 +138,10 @@ def speculation(options: CompareOptions) -> dict[int | None, dict[str, Any]]:
     if "tree" in config and config["method"] in DRAFTER_METHODS:  # it builds its trees itself
         drafted = DRAFTER_METHODS[config["method"]].from_speculative_config(config).dynamic_tree
         maximum = drafted.num_draft_tokens
-    elif options.heads is None and config.get("lookup"):
-        maximum = config.get("num_speculative_tokens", MOST_DRAFTS)
-    elif options.heads is None or config["method"] != "medusa":
+    elif config["method"] == "medusa" and options.heads is None and config.get("lookup"):
+        given = MedusaConfig.from_speculative_config(config).num_speculative_tokens
+        maximum = given or MOST_DRAFTS
+    elif config["method"] != "medusa" or options.heads is None:
         raise ValueError(
             f"the speculative config is {config}, which can't be measured here. Pass HEADS, "
             'or --speculative-config \'{"method": "mtp", "tree": "dynamic"}\' or '

@@ -199,12 +199,20 @@ def test_without_heads(config, sizes):
     assert found == {n: method | ({} if n is None else {"budget": n}) for n in sizes}
 
 
-@pytest.mark.parametrize("config", [{}, {"method": "mtp"}, {"method": "ngram"}])
-def test_what_can_not_be_compared(config, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "Pass HEADS, or --speculative-config"),
+        ({"method": "mtp"}, "Pass HEADS, or --speculative-config"),
+        ({"method": "ngram", "lookup": True}, "Pass HEADS, or --speculative-config"),
+        ({"lookup": True, "num_speculative_tokens": "8"}, "num_speculative_tokens is '8'; use"),
+    ],
+)
+def test_what_can_not_be_compared(config, words, tmp_path, capsys):
     (tmp_path / "p.txt").write_text("one")
     options = ["--prompts", tmp_path / "p.txt", "--speculative-config", json.dumps(config)]
     assert run("compare", "target", *options) == 2
-    assert "Pass HEADS, or --speculative-config" in " ".join(capsys.readouterr().err.split())
+    assert words in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

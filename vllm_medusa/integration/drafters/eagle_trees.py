@@ -391,6 +391,8 @@ class PendingTokens:
 
         With several KV cache groups (sliding windows), by the target's layers.
         """
+        if not self._steps:
+            return
         cached = scheduled.scheduled_cached_reqs
         if not ({*cached.req_ids} - cached.resumed_req_ids).issuperset(self._requests):
             self.flush()

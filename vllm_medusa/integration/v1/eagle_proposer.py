@@ -55,7 +55,7 @@ class EagleModelRunner(MedusaModelRunner):
             check_captured_layers(self.get_model(), self.speculative_config)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step; write entries whose slots it may reuse before."""
+        """Run a step, after writing the deferred entries whose slots it may reuse."""
         self._pending.before_step(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 

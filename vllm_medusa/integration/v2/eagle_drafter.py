@@ -89,7 +89,7 @@ class EagleTreeSpeculator(TreeSpeculator):
             self.drafter.draft(roots, nothing, self.trees.num_nodes, nothing, stream=stream)
 
     def before_step(self, scheduled: SchedulerOutput) -> None:
-        """Write entries whose slots the step may reuse."""
+        """Write the deferred entries whose slots the step may reuse."""
         self._pending.before_step(scheduled)
 
     def draft_states(
