@@ -18,6 +18,7 @@ import torch
 
 from support.after_drafting import Drafted, after_drafting
 from vllm_medusa.lookup import lookup
+from vllm_medusa.lookup.search import AGREEMENTS
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.draft_trees import DraftTrees
 
@@ -108,7 +109,7 @@ class PlantedCopies:
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(lookup, "continuations", self._of_batch)
 
-    def _of_batch(self, texts: Any, rows: Any, lengths: Any, count: int) -> tuple[Any, Any]:
+    def _of_batch(self, texts: Any, rows: Any, lengths: Any, count: int) -> tuple[Any, ...]:
         matched, found = np.zeros(len(rows), np.int64), np.full((len(rows), count), -1)
         for place, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
             future = self._after.get(tuple(texts[row, length - _LAST : length].tolist()))
@@ -116,9 +117,10 @@ class PlantedCopies:
                 future = future[self._shift :][:count]
                 tokens = [token if self._rng.random() < 0.98 else 3 for token in future]
                 matched[place], found[place, : len(tokens)] = 20, tokens
+        all_agree = np.full_like(found, AGREEMENTS - 1)
         if isinstance(texts, torch.Tensor):
-            return torch.from_numpy(matched), torch.from_numpy(found)
-        return matched, found
+            return tuple(map(torch.from_numpy, (matched, found, all_agree)))
+        return matched, found, all_agree
 
 
 def random_topologies(patch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:

@@ -11,7 +11,10 @@ import torch
 from vllm_medusa.lookup import lookup as lookup_module
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.search import (
+    AGREEMENTS,
     MAX_MATCH,
+    WINDOW,
+    agreements,
     continuations,
     join,
     longest_match,
@@ -61,9 +64,37 @@ def test_matches_of_one_repeated_token() -> None:
 
 def test_a_continuation_repeats_at_the_end_of_the_text() -> None:
     texts, lengths = table([[7, 1, 2, 3, 1, 2], [0] * 300])
-    matched, found = continuations(texts, np.arange(2), lengths, 7)
+    matched, found, agreement = continuations(texts, np.arange(2), lengths, 7)
     assert matched.tolist() == [2, MAX_MATCH]
     assert found[0].tolist() == [3, 1, 2, 3, 1, 2, 3] and not found[1].any()
+    assert agreement.tolist() == [[2, 2, 2, 0, 0, 0, 0], [5] * 7]  # 1 of 1, and 299 of 299
+
+
+def agreements_by_hand(text: list[int], chain: list[int]) -> list[int]:
+    last, levels = len(text) - 1, []
+    starts = [place for place in range(max(last - WINDOW, 0), last) if text[place] == text[last]]
+    for depth, token in enumerate(chain, 1):
+        before = [
+            text[place + depth]
+            for place in starts
+            if place + depth <= last and text[place + 1 : place + depth] == chain[: depth - 1]
+        ]
+        levels.append(AGREEMENTS * before.count(token) // (len(before) + 2))
+    return levels
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 5])
+def test_agreement_of_the_last_tokens_occurrences(monkeypatch: Any, vocab: int) -> None:
+    monkeypatch.setattr("vllm_medusa.lookup.search.WINDOW", 40)
+    monkeypatch.setitem(agreements_by_hand.__globals__, "WINDOW", 40)
+    rng, levels = np.random.default_rng(vocab), set()
+    for length in range(2, 90):
+        text = rng.integers(0, vocab, length)
+        chain = text[rng.integers(0, length) :][:9] if length % 2 else rng.integers(0, vocab, 9)
+        wanted = agreements_by_hand(text.tolist(), chain.tolist())
+        assert agreements(text, chain).tolist() == wanted
+        levels.update(wanted)
+    assert len(levels) >= 3
 
 
 def random_tree(rng: np.random.Generator, nodes: int, width: int) -> DraftTrees:
@@ -141,8 +172,10 @@ def test_acceptance_is_learned_from_later_tokens() -> None:
         learn(lookup, [*text, 0, 0, 0, 4], 1)  # another text, without a continuation
         extend(lookup, text, 4)
     after = lookup.chances
-    assert after[2] > before[2] and after[3] < 0.6 * before[3]  # after 3 tokens, after 4 and 5
-    assert (after[9:] == before[9:]).all()  # sampled requests are counted separately
+    once = AGREEMENTS // 3  # one occurrence, which agrees
+    third, fourth = (AGREEMENTS * bucket + once for bucket in (2, 3))  # after 3 tokens, after 4
+    assert after[third] > before[third] and after[fourth] < 0.6 * before[fourth]
+    assert (np.delete(after, [third, fourth]) == np.delete(before, [third, fourth])).all()
     lookup.forget()
     assert (lookup.chances == before).all()
 
@@ -152,16 +185,19 @@ def test_a_continuation_ends_before_placeholders() -> None:
 
 
 def test_observed_frequencies_are_used() -> None:
-    """Regardless of the prior."""
+    """By length of the match and by agreement, regardless of the prior."""
     rng, lookup = np.random.default_rng(0), Lookup(1000, 1, 3, None)
-    for _ in range(1500):
-        matched = int(rng.choice([2, 5, 30]))
-        same = rng.integers(100, 900, matched).tolist()
-        text = [*same, 901, 902, 903, 904, *same]
+    chances = {(2, 0): 0.9, (5, 0): 0.2, (5, 9): 0.7, (12, 0): 0.5}
+    for _ in range(3000):
+        matched, others = list(chances)[rng.integers(len(chances))]
+        same = rng.choice(np.arange(100, 900), matched, replace=False).tolist()
+        text = [same[-1], 905] * others + [*same, 901, 902, 903, 904, *same]
         extend(lookup, text)
-        right = rng.random() < {2: 0.9, 5: 0.2, 30: 0.5}[matched]
+        right = rng.random() < chances[matched, others]
         learn(lookup, [*text, 901 if right else 0], 1)
-    assert np.abs(lookup.chances[[1, 3, 8]] - [0.9, 0.2, 0.5]).max() < 0.15
+    once = AGREEMENTS // 3
+    cells = [AGREEMENTS * 1 + once, AGREEMENTS * 3 + once, AGREEMENTS * 3, AGREEMENTS * 5 + once]
+    assert np.abs(lookup.chances[cells] - list(chances.values())).max() < 0.15
 
 
 def test_the_device_equals_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +217,7 @@ def test_the_device_equals_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 9, 30, 60)]
     host, device = (Lookup(VOCAB, 8, nodes - 1, each) for each in (None, torch.device("cpu")))
     slots, sampled = np.array([6, 0, 3, 2]), np.array([True, False, False, True])
-    for _ in range(20):
+    for _ in range(40):
         num_new = rng.integers(0, 4, 4)
         for text, count in zip(texts, num_new, strict=True):
             text += text[-9:][:count]

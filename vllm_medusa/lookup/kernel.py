@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_medusa.lookup.search import MAX_MATCH
+from vllm_medusa.lookup.search import AGREEMENTS, MAX_MATCH, WINDOW
 from vllm_medusa.tree.draft_trees import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 _BLOCK = 4096  # text positions compared at once
@@ -23,11 +23,11 @@ _FROM_BOTH, _FROM_LOOKUP = tl.constexpr(FROM_BOTH), tl.constexpr(FROM_LOOKUP)
 
 def continuations(
     texts: Tensor, rows: Tensor, lengths: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`search.continuations`."""
     assert texts.stride(1) == 1 and rows.is_contiguous() and lengths.is_contiguous()
     matched = torch.empty_like(lengths)
-    found = lengths.new_empty((len(rows), count))
+    found, agreement = lengths.new_empty((2, len(rows), count))
     search_kernel[(len(rows),)](
         texts,
         texts.stride(0),
@@ -35,13 +35,16 @@ def continuations(
         lengths,
         matched,
         found,
+        agreement,
         count,
         MAX_MATCH=MAX_MATCH,
+        AGREEMENTS=AGREEMENTS,
+        WINDOW=WINDOW,
         BLOCK=_BLOCK,
         BLOCK_C=max(16, triton.next_power_of_2(count)),
         num_warps=8,
     )
-    return matched, found
+    return matched, found, agreement
 
 
 def join(trees: DraftTrees, chain: Tensor, log_survival: Tensor, levels: int) -> DraftTrees:
@@ -76,6 +79,7 @@ def join(trees: DraftTrees, chain: Tensor, log_survival: Tensor, levels: int) ->
         "lengths_ptr",
         "matched_ptr",
         "found_ptr",
+        "agreement_ptr",
     ),
 )
 def search_kernel(
@@ -85,12 +89,15 @@ def search_kernel(
     lengths_ptr,  # int64 [B]
     matched_ptr,  # out, int64 [B]
     found_ptr,  # out, int64 [B, count]
+    agreement_ptr,  # out, int64 [B, count]
     count,
     MAX_MATCH: tl.constexpr,
+    AGREEMENTS: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The longest match of the text's end, the latest if several."""
+    """The longest match of the text's end, the latest if several, and its agreement."""
     request = tl.program_id(0).to(tl.int64)
     texts_ptr += tl.load(rows_ptr + request).to(tl.int64) * texts_s
     length = tl.load(lengths_ptr + request).to(tl.int32)
@@ -122,6 +129,27 @@ def search_kernel(
     token = tl.load(texts_ptr + source, mask=inside, other=0)
     tl.store(matched_ptr + request, matched)
     tl.store(found_ptr + request * count + column, token, mask=inside)
+
+    agreed = tl.zeros([BLOCK_C], tl.int32)  # occurrences by depth: followed by the same token,
+    of = tl.zeros([BLOCK_C], tl.int32)  # and by any
+    for first in range(tl.maximum(last - WINDOW, 0), last, BLOCK):
+        place = first + lane
+        same = place < last  # [BLOCK], whether it is an occurrence, and all tokens so far follow
+        same = same & (tl.load(texts_ptr + place, mask=same, other=0) == tl.load(texts_ptr + last))
+        depth = 0
+        going = tl.max(same.to(tl.int32), 0)
+        while (depth < count) & (going > 0):
+            place += 1
+            same = same & (place <= last)
+            here = column == depth
+            of += tl.where(here, tl.sum(same.to(tl.int32), 0), 0)
+            next_one = tl.load(texts_ptr + start + depth % tl.maximum(length - start, 1))
+            same = same & (tl.load(texts_ptr + place, mask=same, other=0) == next_one)
+            going = tl.sum(same.to(tl.int32), 0)
+            agreed += tl.where(here, going, 0)
+            depth += 1
+    agreement = AGREEMENTS * agreed // (of + 2)
+    tl.store(agreement_ptr + request * count + column, agreement, mask=inside)
 
 
 @triton.jit(

@@ -1,9 +1,9 @@
 """Lookup for the requests of an engine: copied continuations and their accuracy.
 
-The accuracy of a continuation's next token, by the number of matching tokens so far, is estimated
-online from every continuation whose request continued, verified or not, because the actual next
-tokens are known either way. Greedy requests have higher accuracy than sampled ones and are counted
-separately. Old observations decay.
+The accuracy of a continuation's next token, by the number of matching tokens so far and by the
+agreement (`search`), is estimated online from every continuation whose request continued, verified
+or not, because the actual next tokens are known either way. Greedy requests have higher accuracy
+than sampled ones and are counted separately. Old observations decay.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_medusa.lookup.search import MAX_MATCH, Array, continuations, join
+from vllm_medusa.lookup.search import AGREEMENTS, MAX_MATCH, Array, continuations, join
 from vllm_medusa.tree.draft_trees import DraftTrees
 
 MIN_SURVIVAL = 0.02  # min survival of a copied token to draft it
-_ENDS = (1, 2, 3, 5, 8, 12, 18, 26, MAX_MATCH)  # max match length of each bucket
-_PRIOR = (
-    (0.2, 0.35, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93),  # greedy
-    (0.1, 0.2, 0.3, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8),  # sampled
+_ENDS = (1, 2, 3, 5, 8, 12, MAX_MATCH)  # max match length of each bucket
+_PRIOR = (  # by bucket, averaged with the agreement
+    (0.2, 0.35, 0.45, 0.6, 0.7, 0.8, 0.9),  # greedy
+    (0.1, 0.2, 0.3, 0.45, 0.55, 0.65, 0.75),  # sampled
 )
 _PRIOR_TOKENS = 8.0  # weight of the prior
-_WINDOW = 256.0  # tokens in the average of a bucket
+_WINDOW = 256.0  # tokens in the average of a cell
 _MAX_CHANCE = 0.995
 
 
@@ -41,8 +41,9 @@ class Lookup:
         """``max_tokens`` limits a continuation; ``device`` None: on the host."""
         self.max_tokens = max_tokens
         self._vocab_size = vocab_size
-        prior = np.array(_PRIOR, np.float32).flatten()
-        # the cell of a token: greedy or sampled request, number of matching tokens before it
+        agreement = (np.arange(AGREEMENTS) + 0.5) / AGREEMENTS
+        prior = ((np.array(_PRIOR)[..., None] + agreement) / 2).astype(np.float32).flatten()
+        # the first cell of a token: greedy or sampled request, number of matching tokens before it
         bucket = np.searchsorted(_ENDS, np.arange(MAX_MATCH + max_tokens).clip(0, MAX_MATCH))
         self._xp: Any = np if device is None else torch
 
@@ -51,7 +52,7 @@ class Lookup:
 
         with torch.inference_mode(False):  # otherwise writable only in inference mode
             self._places = kept(np.arange(max_tokens))
-            self._cell_of = kept(np.stack([bucket, bucket + len(_ENDS)]))
+            self._cell_of = kept(AGREEMENTS * np.stack([bucket, bucket + len(_ENDS)]))
             self._cells, self._prior = kept(np.arange(prior.size)), kept(prior)
             self._right, self._tried = kept(np.zeros_like(prior)), kept(np.zeros_like(prior))
             # per slot: the continuation, its tokens' cells, the text length at that time
@@ -67,7 +68,7 @@ class Lookup:
 
     @property
     def chances(self) -> Array:
-        """float32 [18]: accuracy of the next token, by bucket; greedy, then sampled."""
+        """float32 [84]: accuracy of the next token, by greedy or sampled, bucket and agreement."""
         chance = (self._right + _PRIOR_TOKENS * self._prior) / (self._tried + _PRIOR_TOKENS)
         return chance.clip(0.0, _MAX_CHANCE)
 
@@ -107,12 +108,12 @@ class Lookup:
         levels: int,  # upper bound of the depth of ``trees``
     ) -> DraftTrees:
         """The requests' trees with copied continuations."""
-        matched, found = continuations(texts, rows, lengths, self.max_tokens)
+        matched, found, agreement = continuations(texts, rows, lengths, self.max_tokens)
         no_token = (found < 0) | (found >= self._vocab_size)  # such as an image placeholder
         useless = (self._places >= depth[:, None]) | (matched == 0)[:, None]
         ends = (no_token | useless).cumsum(1) > 0
         found = self._xp.where(ends, -1, found)
-        cells = self._cell_of[sampled[:, None] * 1, matched[:, None] + self._places]
+        cells = self._cell_of[sampled[:, None] * 1, matched[:, None] + self._places] + agreement
         self._found[slots], self._cell[slots], self._length[slots] = found, cells, lengths
         survival = self._xp.log(self.chances)[cells].cumsum(1)
         unlikely = survival < math.log(MIN_SURVIVAL)

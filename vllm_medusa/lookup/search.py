@@ -4,6 +4,9 @@ r"""Earlier occurrences of requests' last tokens, and their continuations as cha
     matched 3, start 3                   so d e may follow, then a b c d e ... again
 
 The longest match is used, and the latest if several. The continuation is a chain below the root.
+How likely it is depends on the number of matching tokens, and on whether the last token's other
+occurrences were followed by the same tokens (the agreement).
+
 Tokens that are already nodes of the tree are shared, with the larger survival; the rest is
 appended below the last shared node.
 
@@ -30,6 +33,8 @@ from torch import Tensor
 from vllm_medusa.tree.draft_trees import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 MAX_MATCH = 32  # max tokens to compare
+AGREEMENTS = 6  # levels
+WINDOW = 4096  # last tokens of a text in which occurrences are compared for the agreement
 _PLACES = 2048  # max number of latest positions to compare further
 
 Array = Any  # a numpy array on the host, a tensor on a device
@@ -40,23 +45,41 @@ def continuations(
     rows: Array,  # int64 [B], each request's row
     lengths: Array,  # int64 [B], text length of each request
     count: int,
-) -> tuple[Array, Array]:
-    """Number of last tokens that match an earlier position, and the ``count`` tokens after it.
+) -> tuple[Array, Array, Array]:
+    """How many last tokens match an earlier position, and the ``count`` tokens after it.
 
-    int64 [B] and [B, count]; past the end of the text, the tokens repeat. Without a match, they are
-    arbitrary.
+    int64 [B] and [B, count], and the agreement for each of these tokens [B, count]. Past the end of
+    the text, the tokens repeat. Without a match, tokens and agreement are arbitrary.
+
+    Agreement is n / (N + 2) in `AGREEMENTS` levels: N earlier occurrences of the last token were
+    followed by the same tokens so far and any further one, n of them by the same one.
     """
     if isinstance(texts, Tensor):
         from vllm_medusa.lookup import kernel
 
         return kernel.continuations(texts, rows, lengths, count)
     matched = np.zeros(len(rows), np.int64)
-    found = np.zeros((len(rows), count), np.int64)
+    found, agreement = np.zeros((2, len(rows), count), np.int64)
     for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        matched[place], start = longest_match(texts[row, :length])
+        text = texts[row, :length]
+        matched[place], start = longest_match(text)
         if matched[place]:
-            found[place] = texts[row, start + np.arange(count) % (length - start)]
-    return matched, found
+            found[place] = text[start + np.arange(count) % (length - start)]
+            agreement[place] = agreements(text, found[place])
+    return matched, found, agreement
+
+
+def agreements(text: np.ndarray, chain: np.ndarray) -> np.ndarray:
+    """Levels of agreement, int64 [D], of a continuation [D] of ``text``, see `continuations`."""
+    last = len(text) - 1
+    first = max(last - WINDOW, 0)
+    starts = np.flatnonzero(text[first:last] == text[last]) + first + 1
+    agree = starts[text[starts] == chain[0]]
+    places = agree[:, None] + np.arange(len(chain))
+    inside = places <= last
+    same = np.logical_and.accumulate(inside & (text[places.clip(max=last)] == chain), axis=1)
+    before = np.concatenate([[len(starts)], (same[:, :-1] & inside[:, 1:]).sum(0)])
+    return AGREEMENTS * same.sum(0) // (before + 2)
 
 
 def longest_match(tokens: np.ndarray) -> tuple[int, int]:

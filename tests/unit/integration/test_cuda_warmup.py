@@ -196,7 +196,9 @@ def test_lookup(length):
     def step(batch, width):
         slots = torch.arange(batch + 1)[1:]
         trees = DraftTrees.roots(batch, maximum + 1, "cpu")
-        _, found = lookup.continuations(texts[:, :width], slots, torch.zeros_like(slots), maximum)
+        _, found, _ = lookup.continuations(
+            texts[:, :width], slots, torch.zeros_like(slots), maximum
+        )
         lookup.join(trees, found, found.float(), 5)
 
     assert many(step, length) == compiled and len(compiled) == 2

@@ -54,10 +54,11 @@ class Cases:
         expected = search.continuations(*(each.numpy() for each in given), count)
         moved = [each.to(self.device) for each in given]
         for function in (kernel.continuations, search.continuations):
-            matched, found = function(*moved, count)
+            matched, *parts = function(*moved, count)
             assert matched.tolist() == expected[0].tolist()
-            agree = expected[0] > 0  # otherwise tokens are arbitrary
-            assert found.cpu()[agree].tolist() == expected[1][agree].tolist()
+            found = expected[0] > 0  # otherwise tokens and agreement are arbitrary
+            for part, wanted in zip(parts, expected[1:], strict=True):
+                assert part.cpu()[found].tolist() == wanted[found].tolist()
         return matched
 
     @pytest.mark.parametrize("block", [16, 64, 4096])
@@ -65,6 +66,8 @@ class Cases:
     def test_random_texts(self, monkeypatch, block, vocab):
         """Of every length, some whose end repeats earlier text, also at block edges."""
         monkeypatch.setattr(kernel, "_BLOCK", block)
+        for module in (kernel, search):
+            monkeypatch.setattr(module, "WINDOW", 100)
         torch.manual_seed(vocab)
         texts = [torch.randint(0, vocab, (n,)) for n in (1, 2, 3, 15, 16, 17, 33, 64, 65, 150)]
         for length, start, back in ((40, 0, 5), (130, 62, 3), (150, 63, MAX_MATCH), (150, 10, 60)):

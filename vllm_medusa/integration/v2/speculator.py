@@ -144,7 +144,7 @@ class TreeSpeculator(DraftModelSpeculator):
         """Compile the lookup kernels; ``texts`` is int32 [slots, max tokens of a text]."""
         one = torch.ones(1, dtype=torch.int64, device=texts.device)
         nodes = self.trees.num_nodes
-        _, found = continuations(texts, one - 1, one, nodes - 1)
+        _, found, _ = continuations(texts, one - 1, one, nodes - 1)
         levels = self.trees.options.tree.max_depth
         join(DraftTrees.roots(1, nodes, texts.device), found, found.to(torch.float32), levels)
 
