@@ -40,6 +40,7 @@ def cpu_library() -> Any:
         "proposer/eagle.cpp",
         "sampler/greedy.cpp",
         "kv/cpu.cpp",
+        "lookup/search.cpp",
     )
     source = "\n".join((Path(__file__).parent / part).read_text() for part in parts)
     try:

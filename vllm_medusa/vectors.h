@@ -3,7 +3,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include <immintrin.h>

@@ -9,19 +9,18 @@ import pytest
 import torch
 
 from vllm_medusa.lookup import lookup as lookup_module
+from vllm_medusa.lookup import search
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.search import (
     AGREEMENTS,
     MAX_MATCH,
-    WINDOW,
-    agreements,
     continuations,
     join,
-    longest_match,
 )
 from vllm_medusa.tree.draft_trees import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 VOCAB = 5
+ONE, GREEDY = np.array([0]), np.array([False])
 
 
 def by_hand(tokens: list[int]) -> tuple[int, int]:
@@ -44,6 +43,17 @@ def table(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(rows, np.int32), np.array([len(text) for text in texts])
 
 
+def check_match(tokens: list[int], count: int = 9) -> int:
+    """The longest match and its continuation are those found by hand; returns its length."""
+    texts, lengths = table([tokens, [*tokens, 1, 2]])  # the second is not searched
+    matched, found, _ = continuations(texts, np.array([0]), lengths[:1], count)
+    length, start = by_hand(tokens)
+    assert matched.tolist() == [length]
+    after = [tokens[start + d % (len(tokens) - start)] for d in range(count)]
+    assert not length or found[0].tolist() == after
+    return length
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_longest_and_latest_match_is_found(seed: int) -> None:
     rng, found = np.random.default_rng(seed), set()
@@ -51,15 +61,14 @@ def test_the_longest_and_latest_match_is_found(seed: int) -> None:
         tokens = rng.integers(0, VOCAB if seed % 2 else 2, length, dtype=np.int32)
         if length > 50:
             tokens[-20:] = tokens[5:25]
-        assert longest_match(tokens) == by_hand(tokens.tolist())
-        found.add(longest_match(tokens)[0])
+        found.add(check_match(tokens.tolist()))
     assert 0 in found and max(found) >= 20
 
 
 def test_matches_of_one_repeated_token() -> None:
     """Of all lengths, also around the longest match."""
     for length in range(1, MAX_MATCH + 4):
-        assert longest_match(np.zeros(length, np.int32)) == by_hand([0] * length)
+        check_match([0] * length)
 
 
 def test_a_continuation_repeats_at_the_end_of_the_text() -> None:
@@ -72,7 +81,9 @@ def test_a_continuation_repeats_at_the_end_of_the_text() -> None:
 
 def agreements_by_hand(text: list[int], chain: list[int]) -> list[int]:
     last, levels = len(text) - 1, []
-    starts = [place for place in range(max(last - WINDOW, 0), last) if text[place] == text[last]]
+    starts = [
+        place for place in range(max(last - search.WINDOW, 0), last) if text[place] == text[last]
+    ]
     for depth, token in enumerate(chain, 1):
         before = [
             text[place + depth]
@@ -85,15 +96,14 @@ def agreements_by_hand(text: list[int], chain: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("vocab", [1, 2, 5])
 def test_agreement_of_the_last_tokens_occurrences(monkeypatch: Any, vocab: int) -> None:
-    monkeypatch.setattr("vllm_medusa.lookup.search.WINDOW", 40)
-    monkeypatch.setitem(agreements_by_hand.__globals__, "WINDOW", 40)
+    monkeypatch.setattr(search, "WINDOW", 40)
     rng, levels = np.random.default_rng(vocab), set()
     for length in range(2, 90):
-        text = rng.integers(0, vocab, length)
-        chain = text[rng.integers(0, length) :][:9] if length % 2 else rng.integers(0, vocab, 9)
-        wanted = agreements_by_hand(text.tolist(), chain.tolist())
-        assert agreements(text, chain).tolist() == wanted
-        levels.update(wanted)
+        text = rng.integers(0, vocab, length).tolist()
+        matched, found, agreement = continuations(*table([text])[:1], ONE, np.array([length]), 9)
+        if matched[0]:
+            assert agreement[0].tolist() == agreements_by_hand(text, found[0].tolist())
+            levels.update(agreement[0].tolist())
     assert len(levels) >= 3
 
 
@@ -144,9 +154,6 @@ def test_both_are_one_tree(seed: int) -> None:
     cut = join(tree.prefix(12), chain[None], survival[None], 9).prefix(6)
     assert list(paths(cut)) == list(paths(both))[:6]
     assert torch.equal(cut.parents, both.parents[:, :6])
-
-
-ONE, GREEDY = np.array([0]), np.array([False])
 
 
 def extend(lookup: Lookup, text: list[int], depth: int = 9) -> list[int]:
@@ -201,15 +208,15 @@ def test_observed_frequencies_are_used() -> None:
 
 
 def test_the_device_equals_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same code on tensors; kernels are tested in `lookup/test_kernel`."""
+    """Estimates in torch and in C++; Triton kernels are tested in `lookup/test_kernel`."""
 
     def find(texts: Any, rows: Any, lengths: Any, count: int) -> tuple[Any, ...]:
         arrays = (np.asarray(each) for each in (texts, rows, lengths))
         found = continuations(*arrays, count)
         return found if isinstance(texts, np.ndarray) else tuple(map(torch.from_numpy, found))
 
-    def joined(trees: DraftTrees, chain: Any, survival: Any, levels: int) -> DraftTrees:
-        return join(trees, np.asarray(chain), np.asarray(survival), levels)
+    def joined(trees: DraftTrees, chain: Any, survival: Any, *sizes: int) -> DraftTrees:
+        return join(trees, np.asarray(chain), np.asarray(survival), *sizes)
 
     monkeypatch.setattr(lookup_module, "continuations", find)
     monkeypatch.setattr(lookup_module, "join", joined)

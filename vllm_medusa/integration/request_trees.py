@@ -200,9 +200,9 @@ class RequestTrees:
         """Merge the drafts with lookup's from the requests' own texts."""
         assert self.lookup is not None
         self.lookup.learn(slots, texts, rows, num_tokens, num_new)
-        drafts, levels = drafts.padded(self.num_nodes), self.options.tree.max_depth
+        levels = self.options.tree.max_depth
         return self.lookup.extend(
-            slots, texts, rows, num_tokens, drafts, depth * free, sampled, levels
+            slots, texts, rows, num_tokens, drafts, depth * free, sampled, levels, self.num_nodes
         )
 
 

@@ -18,30 +18,68 @@ appended below the last shared node.
                                                  \
                                                   z
 
-Texts are numpy arrays on the host, or tensors on a device, where search and join are one Triton
-kernel each (`kernel`).
+Texts are numpy arrays on the host, where search and join are one C++ call each, or tensors on a
+device, where they are one Triton kernel each (`kernel`).
 """
 
 from __future__ import annotations
 
+from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from vllm_medusa.kernels import cpu_function
 from vllm_medusa.tree.draft_trees import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 MAX_MATCH = 32  # max tokens to compare
 AGREEMENTS = 6  # levels
 WINDOW = 4096  # last tokens of a text in which occurrences are compared for the agreement
-_PLACES = 2048  # max number of latest positions to compare further
 
 Array = Any  # a numpy array on the host, a tensor on a device
 
 
+class _Search(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("texts", "rows", "lengths")),
+        *((name, c_int64) for name in ("row_stride", "batch", "count", "max_match", "window")),
+        ("levels", c_int64),
+        *((name, c_void_p) for name in ("matched", "found", "agreement")),
+    ]
+
+
+class _Nodes(Structure):
+    _fields_ = [(name, c_void_p) for name in ("tokens", "parents", "values", "source")]
+
+
+class _Join(Structure):
+    _fields_ = [
+        *((name, _Nodes) for name in ("trees", "out")),
+        *((name, c_void_p) for name in ("chain", "survival")),
+        *((name, c_int64) for name in ("batch", "own", "nodes", "size", "levels")),
+        *((name, c_int64) for name in ("from_both", "from_lookup")),
+    ]
+
+
+_search = cpu_function("lookup_search", POINTER(_Search))
+_join = cpu_function("lookup_join", POINTER(_Join))
+
+
+def addresses(*arrays: np.ndarray, dtype: type = np.int64) -> list[int]:
+    """Of contiguous arrays, as a C++ kernel reads them."""
+    assert all(array.dtype == dtype and array.flags.c_contiguous for array in arrays)
+    return [array.ctypes.data for array in arrays]
+
+
+def row_stride(texts: np.ndarray) -> int:
+    """Of int32 texts [rows, L], in tokens."""
+    assert texts.dtype == np.int32 and texts.strides[1] == texts.itemsize
+    return texts.strides[0] // texts.itemsize
+
+
 def continuations(
-    texts: Array,  # integer [rows, L]
+    texts: Array,  # integer [rows, L]; int32 on the host
     rows: Array,  # int64 [B], each request's row
     lengths: Array,  # int64 [B], text length of each request
     count: int,
@@ -58,102 +96,38 @@ def continuations(
         from vllm_medusa.lookup import kernel
 
         return kernel.continuations(texts, rows, lengths, count)
-    matched = np.zeros(len(rows), np.int64)
-    found, agreement = np.zeros((2, len(rows), count), np.int64)
-    for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        text = texts[row, :length]
-        matched[place], start = longest_match(text)
-        if matched[place]:
-            found[place] = text[start + np.arange(count) % (length - start)]
-            agreement[place] = agreements(text, found[place])
+    matched, (found, agreement) = np.empty_like(lengths), np.empty((2, len(rows), count), np.int64)
+    sizes = row_stride(texts), len(rows), count, MAX_MATCH, WINDOW, AGREEMENTS
+    given, out = addresses(rows, lengths), addresses(matched, found, agreement)
+    _search(byref(_Search(texts.ctypes.data, *given, *sizes, *out)))
     return matched, found, agreement
 
 
-def agreements(text: np.ndarray, chain: np.ndarray) -> np.ndarray:
-    """Levels of agreement, int64 [D], of a continuation [D] of ``text``, see `continuations`."""
-    last = len(text) - 1
-    first = max(last - WINDOW, 0)
-    starts = np.flatnonzero(text[first:last] == text[last]) + first + 1
-    agree = starts[text[starts] == chain[0]]
-    places = agree[:, None] + np.arange(len(chain))
-    inside = places <= last
-    same = np.logical_and.accumulate(inside & (text[places.clip(max=last)] == chain), axis=1)
-    before = np.concatenate([[len(starts)], (same[:, :-1] & inside[:, 1:]).sum(0)])
-    return AGREEMENTS * same.sum(0) // (before + 2)
-
-
-def longest_match(tokens: np.ndarray) -> tuple[int, int]:
-    """Length of the best match of the end of ``tokens`` [n >= 1], and the position after it.
-
-    (0, 0): no match. One pass over the text for each of the last two tokens, then only over
-    positions where both match.
-    """
-    last = len(tokens) - 1
-    same = tokens[:last] == tokens[last]
-    both = same[1:] & (tokens[: max(last - 1, 0)] == tokens[last - 1])
-    places = np.flatnonzero(both)[-_PLACES:] + 1
-    if not len(places):
-        single = np.flatnonzero(same)
-        return (1, int(single[-1]) + 1) if len(single) else (0, 0)
-    steps = np.arange(min(MAX_MATCH, last))
-    ending = tokens[last - steps]
-    latest = int(places[-1])
-    if latest + 1 >= MAX_MATCH and (tokens[latest - steps] == ending).all():
-        return MAX_MATCH, latest + 1  # typical of loops, which have many matching positions
-    before = places[:, None] - steps  # [places, MAX_MATCH]
-    same = (tokens[before.clip(0)] == ending) & (before >= 0)
-    lengths = np.logical_and.accumulate(same, axis=1).sum(1)
-    best = int(lengths.max())
-    return best, int(places[lengths == best][-1]) + 1
-
-
-def join(trees: DraftTrees, chain: Array, log_survival: Array, levels: int) -> DraftTrees:
+def join(
+    trees: DraftTrees, chain: Array, log_survival: Array, levels: int, num_nodes: int = 0
+) -> DraftTrees:
     """The best nodes of ``trees`` and of a chain below each root.
 
     Args:
-        trees: N nodes each, as in the result.
+        trees: their columns are the result's, or fewer.
         chain: int64 [B, D], an array or a tensor.
         log_survival: float32 [B, D], decreasing; -inf after the chain's end.
         levels: upper bound of the depth of ``trees``.
+        num_nodes: columns of the result, if ``trees`` has fewer.
 
     """
     if isinstance(chain, Tensor):
         from vllm_medusa.lookup import kernel
 
-        return kernel.join(trees, chain, log_survival, levels)
+        return kernel.join(trees.padded(num_nodes), chain, log_survival, levels)
     if not np.isfinite(log_survival[:, 0]).any():  # no chain
         return trees
-    tokens, parents = trees.token_ids.numpy(), trees.parents.numpy()
-    values, source = trees.log_survival.numpy().copy(), trees.source.numpy().copy()
-    (batch, nodes), size = tokens.shape, chain.shape[1]
-    every, places = np.arange(batch), np.arange(size)
-    at = shared = np.zeros(batch, np.int64)  # the last shared node, and the number of shared nodes
-    for level in range(min(levels, size)):
-        value = log_survival[:, level]
-        same = (parents == at[:, None]) & (tokens == chain[:, level, None]) & np.isfinite(values)
-        follows = (shared == level) & same.any(1) & np.isfinite(value)
-        if not follows.any():
-            break
-        at = np.where(follows, same.argmax(1), at)
-        values[every, at] = np.maximum(values[every, at], np.where(follows, value, -np.inf))
-        source[every, at] = np.where(follows, FROM_BOTH, source[every, at])
-        shared = shared + follows
-    own = np.where(places < shared[:, None], -np.inf, log_survival).astype(np.float32)
-    below = np.where(places == shared[:, None], at[:, None], nodes - 1 + places)
-    values = np.concatenate([values, own], 1)
-    order = np.argsort(-values, axis=1, kind="stable")[:, :nodes]
-    place = np.zeros(values.shape, np.int64)
-    np.put_along_axis(place, order, np.arange(nodes)[None], 1)
-
-    def ordered(own: np.ndarray, of_chain: np.ndarray) -> np.ndarray:
-        return np.take_along_axis(np.concatenate([own, of_chain], 1), order, 1)
-
-    above = np.take_along_axis(place, ordered(parents, below).clip(0), 1)
-    above[:, 0] = -1
-    parts = (
-        ordered(tokens, chain.clip(0)),
-        above,
-        np.take_along_axis(values, order, 1),
-        ordered(source, np.full_like(chain, FROM_LOOKUP)),
-    )
-    return DraftTrees(*map(torch.from_numpy, parts))
+    own = [part.contiguous() for part in vars(trees).values()]
+    batch, columns = own[0].shape
+    num_nodes = max(columns, num_nodes)
+    joined = [part.new_empty((batch, num_nodes)) for part in own]
+    nodes = (_Nodes(*(part.data_ptr() for part in each)) for each in (own, joined))
+    path = addresses(chain) + addresses(log_survival, dtype=np.float32)
+    sizes = batch, columns, num_nodes, chain.shape[1], levels, FROM_BOTH, FROM_LOOKUP
+    _join(byref(_Join(*nodes, *path, *sizes)))
+    return DraftTrees(*joined)

@@ -213,8 +213,9 @@ class MedusaModelRunner(CPUModelRunner):
             drafts = trees.add_copies(
                 drafts, slots, texts, rows, num_tokens, num_new, depth, *may_copy
             )
-            maximum = torch.where(torch.from_numpy(structured), MAX_NODES, trees.num_nodes - 1)
-            drafts = drafts.limited(maximum)
+            if drafts.parents.shape[1] > trees.num_nodes:
+                most = torch.where(torch.from_numpy(structured), MAX_NODES, trees.num_nodes - 1)
+                drafts = drafts.limited(most)
         where = torch.from_numpy(slots)
         trees.keep(where, drafts.parents)
         self._drafts = tree_drafts(drafts, batch.req_ids, structured.tolist())
@@ -255,7 +256,7 @@ class MedusaModelRunner(CPUModelRunner):
         ``depth``, int64 [B], is the max useful depth per request.
         """
         if self._options.heads is None or limit < 1 or not bool(depth.any()):
-            return DraftTrees.roots(len(root), 1, root.device)
+            return _roots(len(root))
         maximum = CANDIDATES * limit if structured.any() else limit
         # With a grammar, tokens are likelier than estimated; a fixed budget uses all its nodes.
         may_skip_heads = not structured.any() and not isinstance(self._options.budget, int)
@@ -308,3 +309,8 @@ class MedusaModelRunner(CPUModelRunner):
         finally:
             generators.update(hidden)
             self.speculative_config = self.vllm_config.speculative_config
+
+
+@functools.lru_cache(maxsize=16)
+def _roots(batch: int) -> DraftTrees:
+    return DraftTrees.roots(batch, 1, "cpu")
