@@ -41,8 +41,10 @@ EAGLE = {  # drafters with a KV cache: vLLM's methods
     "parallel": "eagle3",
     "mtp": "mtp",
 }
-MTP_TARGETS = ("mimo", "glm", "ernie")  # and DeepSeek's
-LATENT = ("deepseek", "deepseek_mtp")  # targets with MLA
+MTP_TARGETS = ("mimo", "glm", "ernie", "hunyuan", "exaone")  # and those with MLA
+LATENT_MTP = ("deepseek_mtp", "glm_lite")
+LATENT = ("deepseek", *LATENT_MTP)  # targets with MLA
+_GROUPS = {"exaone": 4}  # KV cache groups, if more than one
 _KINDS = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
 
 
@@ -151,7 +153,9 @@ def _varied(case: EngineCase, rng: random.Random) -> EngineCase:
     if drafter == "mtp" and "enable_lora" in shared:
         target = "mimo"  # whose adapters are saved
     elif drafter == "mtp":
-        target = rng.choice(sized((*MTP_TARGETS, LATENT[1]), MTP_TARGETS))
+        target = rng.choice(sized((*MTP_TARGETS, *LATENT_MTP), MTP_TARGETS))
+        if "num_gpu_blocks_override" in options:
+            options["num_gpu_blocks_override"] *= _GROUPS.get(target, 1)
     elif not (ON_V2 or drafter in EAGLE or shared) and rng.random() < 0.3:
         target = "deepseek"
     if target in LATENT:  # whole prompts, without a prefix cache

@@ -26,7 +26,18 @@ from support.hydra import random_hydra
 from support.lora import RANK, save_adapter
 from support.mla import save_deepseek
 from support.models import HIDDEN, save_model, save_random_heads
-from support.mtp import DEEPSEEK, ERNIE, GLM, LAYERS, MIMO, SHAPE, save_random
+from support.mtp import (
+    DEEPSEEK,
+    ERNIE,
+    EXAONE,
+    GLM,
+    GLM_LITE,
+    HUNYUAN,
+    LAYERS,
+    MIMO,
+    SHAPE,
+    save_random,
+)
 from support.planted import planted_by_seed
 from support.runner import async_scheduling
 from vllm_medusa.heads.checkpoint import save_heads
@@ -34,7 +45,15 @@ from vllm_medusa.integration.startup import startup_timing
 from vllm_medusa.integration.v1.history import install_moves
 
 _MOST_STEPS = 20_000
-MODULES = {"mimo": MIMO, "glm": GLM, "ernie": ERNIE, "deepseek_mtp": DEEPSEEK}
+MODULES = {
+    "mimo": MIMO,
+    "glm": GLM,
+    "ernie": ERNIE,
+    "hunyuan": HUNYUAN,
+    "exaone": EXAONE,
+    "deepseek_mtp": DEEPSEEK,
+    "glm_lite": GLM_LITE,
+}
 
 
 @dataclass
