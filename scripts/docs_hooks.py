@@ -120,7 +120,11 @@ def _commands() -> Iterator[str]:
     for name in COMMANDS:
         own = every.choices[name]
         actions = sorted(own._actions, key=lambda action: bool(action.option_strings))
-        needed = [" ".join([*a.option_strings[:1], _value(a)]) for a in actions if a.required]
+        needed = [
+            " ".join([*a.option_strings[:1], _value(a)]) if a.required else f"[{_value(a)}]"
+            for a in actions
+            if a.required or not a.option_strings
+        ]
         usage = " ".join(["vllm-medusa", name, *needed, "..."])
         yield f"## {name}\n\n`{usage}`\n\n{own.description}\n"
         for group in own._action_groups:

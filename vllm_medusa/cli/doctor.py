@@ -131,7 +131,7 @@ def _instructions() -> str:
     if platform.machine() not in ("x86_64", "AMD64"):
         raise UserWarning(f"{text}: only x86-64 has been tested")
     if not fast_bfloat16():
-        raise UserWarning(f"{text}, without bfloat16: --dtype float32 may be faster")
+        raise UserWarning(f"{text}, without bfloat16: --dtype float32 may be several times as fast")
     return text
 
 
