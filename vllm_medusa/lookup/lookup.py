@@ -63,8 +63,7 @@ class Lookup:
     """Finds continuations and estimates their accuracy.
 
     The state of a request is stored in its slot. There is no host sync. Arguments and state are
-    tensors on a device, or numpy arrays on the host, for which the kernels in search.cpp do the
-    same.
+    tensors on a device, or numpy arrays on the host, where C++ functions (search.cpp) do the same.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Lookup:
         slots: Array,  # int64 [B]
         texts: Array,  # integer [rows, L], prompts and outputs; int32 on the host
         rows: Array,  # int64 [B], each request's row of ``texts``
-        lengths: Array,  # int64 [B], text length of each request
+        lengths: Array,  # int64 [B], text length of each request, at most L
         num_new: Array,  # int64 [B], number of new tokens at the end of each text
     ) -> None:
         """Update estimates from the requests' new tokens and their last continuations."""
@@ -147,7 +146,7 @@ class Lookup:
         depth: Array,  # int64 [B], max useful depth; 0: no copies
         sampled: Array,  # bool [B], whether a request samples
         levels: int,  # upper bound of the depth of ``trees``
-        num_nodes: int = 0,  # of the result, if ``trees`` has fewer
+        num_nodes: int = 0,  # see `search.join`
     ) -> DraftTrees:
         """The requests' trees with copied continuations."""
         matched, found, agreement = continuations(texts, rows, lengths, self.max_tokens)

@@ -76,7 +76,8 @@ void lookup_learn(const Estimates* e, const int64_t* slots, int64_t batch, const
   }
 }
 
-// Stores the continuations found, cut where useless, and their log-survivals [batch, count].
+// Stores the continuations found, up to the useful depth or a token that is none, and computes
+// their log-survivals [batch, count]. Unlikely tokens get -inf, and are stored to be learned from.
 void lookup_extend(const Estimates* e, const int64_t* slots, int64_t batch, int64_t vocab,
                    const int64_t* lengths, const int64_t* depth, const bool* sampled,
                    const int64_t* matched, const int64_t* agreement, int64_t* found,

@@ -4,8 +4,8 @@ r"""Earlier occurrences of requests' last tokens, and their continuations as cha
     matched 3, start 3                   so d e may follow, then a b c d e ... again
 
 The longest match is used, and the latest if several. The continuation is a chain below the root.
-How likely it is depends on the number of matching tokens, and on whether the last token's other
-occurrences were followed by the same tokens (the agreement).
+How likely it is depends on the number of matching tokens, and on how many of the last token's
+earlier occurrences were followed by the same tokens (the agreement).
 
 Tokens that are already nodes of the tree are shared, with the larger survival; the rest is
 appended below the last shared node.
@@ -28,6 +28,7 @@ from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vllm_medusa.kernels import cpu_function
@@ -81,7 +82,7 @@ def row_stride(texts: np.ndarray) -> int:
 def continuations(
     texts: Array,  # integer [rows, L]; int32 on the host
     rows: Array,  # int64 [B], each request's row
-    lengths: Array,  # int64 [B], text length of each request
+    lengths: Array,  # int64 [B], text length of each request, at most L
     count: int,
 ) -> tuple[Array, Array, Array]:
     """How many last tokens match an earlier position, and the ``count`` tokens after it.
@@ -89,8 +90,9 @@ def continuations(
     int64 [B] and [B, count], and the agreement for each of these tokens [B, count]. Past the end of
     the text, the tokens repeat. Without a match, tokens and agreement are arbitrary.
 
-    Agreement is n / (N + 2) in `AGREEMENTS` levels: N earlier occurrences of the last token were
-    followed by the same tokens so far and any further one, n of them by the same one.
+    Agreement is n / (N + 2) in `AGREEMENTS` levels: N earlier occurrences of the last token, within
+    the last `WINDOW` tokens, were followed by the continuation's previous tokens and at least one
+    more, which was this token n times.
     """
     if isinstance(texts, Tensor):
         from vllm_medusa.lookup import kernel
@@ -109,11 +111,12 @@ def join(
     """The best nodes of ``trees`` and of a chain below each root.
 
     Args:
-        trees: their columns are the result's, or fewer.
+        trees: N nodes each.
         chain: int64 [B, D], an array or a tensor.
         log_survival: float32 [B, D], decreasing; -inf after the chain's end.
         levels: upper bound of the depth of ``trees``.
-        num_nodes: columns of the result, if ``trees`` has fewer.
+        num_nodes: min columns of the result; on the host, ``trees`` is returned as it is if there
+            is no chain.
 
     """
     if isinstance(chain, Tensor):
@@ -123,6 +126,8 @@ def join(
     if not np.isfinite(log_survival[:, 0]).any():  # no chain
         return trees
     own = [part.contiguous() for part in vars(trees).values()]
+    integer = torch.int64
+    assert [part.dtype for part in own] == [integer, integer, torch.float32, integer]
     batch, columns = own[0].shape
     num_nodes = max(columns, num_nodes)
     joined = [part.new_empty((batch, num_nodes)) for part in own]
