@@ -24,7 +24,7 @@ PACKAGES = {  # package -> the packages it may import; all may read the version
     "noise": {"kernels"},
     "tree": set(),
     "budget": {"files"},
-    "lookup": {"tree"},
+    "lookup": {"tree", "kernels"},
     "heads": {"tree", "files"},
     "config": {"tree"},
     "proposer": {"tree", "heads", "kernels", "noise"},
