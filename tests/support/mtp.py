@@ -238,6 +238,17 @@ EXAONE = Kind(
 )
 
 
+KINDS = {  # by the fuzzer's names
+    "mimo": MIMO,
+    "glm": GLM,
+    "ernie": ERNIE,
+    "exaone": EXAONE,
+    "hunyuan": HUNYUAN,
+    "deepseek_mtp": DEEPSEEK,
+    "glm_lite": GLM_LITE,
+}
+
+
 def save_random(folder: Path, kind: Kind, **changes: Any) -> str:
     """Save a chaotic target with a random module; returns its path."""
     settings = {"eos_token_id": list(STOPS), "num_hidden_layers": LAYERS} | kind.settings | changes

@@ -26,18 +26,7 @@ from support.hydra import random_hydra
 from support.lora import RANK, save_adapter
 from support.mla import save_deepseek
 from support.models import HIDDEN, save_model, save_random_heads
-from support.mtp import (
-    DEEPSEEK,
-    ERNIE,
-    EXAONE,
-    GLM,
-    GLM_LITE,
-    HUNYUAN,
-    LAYERS,
-    MIMO,
-    SHAPE,
-    save_random,
-)
+from support.mtp import KINDS, LAYERS, SHAPE, save_random
 from support.planted import planted_by_seed
 from support.runner import async_scheduling
 from vllm_medusa.heads.checkpoint import save_heads
@@ -45,15 +34,6 @@ from vllm_medusa.integration.startup import startup_timing
 from vllm_medusa.integration.v1.history import install_moves
 
 _MOST_STEPS = 20_000
-MODULES = {
-    "mimo": MIMO,
-    "glm": GLM,
-    "ernie": ERNIE,
-    "hunyuan": HUNYUAN,
-    "exaone": EXAONE,
-    "deepseek_mtp": DEEPSEEK,
-    "glm_lite": GLM_LITE,
-}
 
 
 @dataclass
@@ -98,8 +78,8 @@ class Models:
         path = self._folder / name
         if not path.exists():
             sizes: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": STOPS}
-            if name in MODULES:
-                save_random(path, MODULES[name], **sizes)
+            if name in KINDS:
+                save_random(path, KINDS[name], **sizes)
             elif name == "deepseek":
                 save_deepseek(path, **sizes)
             else:
