@@ -13,10 +13,10 @@ Answers equal to the engine's plain ones are counted; in low precision, near-tie
 differently. At temperature 0 the largest gap between the logits of differing tokens is reported, as
 in `benchmarks.engines`. Tau is that of the first round.
 
-Other engines are installed in environments of their own. OpenVINO computes in --dtype with fp16 or
-int8 weights, llama.cpp by its defaults with fp16 weights. Memory is that of the engine's processes:
-the peak, and the proportional set size at the end; vLLM's includes a key-value cache of 0.5 GiB,
-OpenVINO's one of up to 1 GiB.
+Other engines are installed in environments of their own. vLLM and OpenVINO compute in --dtype, and
+are also measured with int8 weights (vLLM then has int8 activations too), llama.cpp by its defaults
+with fp16 weights. Memory is that of the engine's processes: the peak, and the proportional set size
+at the end; vLLM's includes a key-value cache of 0.5 GiB, OpenVINO's one of up to 1 GiB.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from benchmarks.engines import (
     time_numbers,
 )
 from benchmarks.engines import engine as vllm_engine
-from benchmarks.peers_setup import worker
+from benchmarks.peers_setup import quantized, worker
 from demo import packed
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.batch import Result
@@ -145,28 +145,11 @@ class Peer:
 
 def peers(options: PeersOptions, eos: list[int], progress: Progress) -> Iterator[Peer]:
     """All arms, engine by engine, the plain one first."""
-
-    def vllm(method: str, arm: Arm | None, missing: str = "") -> Peer:
-        assert arm is not None
-        greedy = SAMPLED_STOCK if arm.stock else ""
-        start = partial(uneven, arm, options)
-        return Peer("vLLM", method, start, greedy, missing=missing)
-
-    yield vllm("plain", PLAIN)
-    config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": options.chain}
-    config |= {"prompt_lookup_min": 2, "prompt_lookup_max": _NGRAM}
-    yield vllm("n-gram", Arm("n-gram", config, stock=True))
-    # without its cache of earlier answers, which would contain the same answers
-    config = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
-    missing = "" if find_spec("arctic_inference") else "arctic-inference is not installed"
-    yield vllm("suffix decoding", Arm("suffix", config, stock=True), missing)
-    yield vllm("EAGLE-3 chain", arm_of(options.drafter, "stock", options.chain))
-    for each in (options.drafter, *options.others):
-        yield vllm(f"this plugin, {each.name}", arm_of(each, "automatic", 0))
-    both = arm_of(options.drafter, "automatic+lookup", 0)
-    yield vllm(f"this plugin, {options.drafter.name} and lookup", both)
-    config = {"method": "medusa", "lookup": True, "budget": "auto"}
-    yield vllm("this plugin, lookup", Arm("lookup", config))
+    for int8 in (False, True):
+        for method, arm, missing in vllm_methods(options):
+            greedy = SAMPLED_STOCK if arm.stock else ""
+            start = partial(uneven, arm, options, progress, int8=int8)
+            yield Peer("vLLM int8" if int8 else "vLLM", method, start, greedy, missing=missing)
 
     cores = options.cores or sorted(os.sched_getaffinity(0))
     common: dict[str, Any] = {"target": str(options.target), "dtype": options.dtype}
@@ -181,9 +164,37 @@ def peers(options: PeersOptions, eos: list[int], progress: Progress) -> Iterator
             yield Peer(name, method, start, greedy, single)
 
 
+def vllm_methods(options: PeersOptions) -> Iterator[tuple[str, Arm, str]]:
+    """Methods of vLLM, their arms, and why one can't run."""
+    yield "plain", PLAIN, ""
+    config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": options.chain}
+    config |= {"prompt_lookup_min": 2, "prompt_lookup_max": _NGRAM}
+    yield "n-gram", Arm("n-gram", config, stock=True), ""
+    # without its cache of earlier answers, which would contain the same answers
+    config = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
+    missing = "" if find_spec("arctic_inference") else "arctic-inference is not installed"
+    yield "suffix decoding", Arm("suffix", config, stock=True), missing
+    eagle = options.drafter
+    named = {"EAGLE-3 chain": arm_of(eagle, "stock", options.chain)}
+    for each in (eagle, *options.others):
+        named[f"this plugin, {each.name}"] = arm_of(each, "automatic", 0)
+    named[f"this plugin, {eagle.name} and lookup"] = arm_of(eagle, "automatic+lookup", 0)
+    for method, arm in named.items():
+        assert arm is not None
+        yield method, arm, ""
+    config = {"method": "medusa", "lookup": True, "budget": "auto"}
+    yield "this plugin, lookup", Arm("lookup", config), ""
+
+
 @contextmanager
-def uneven(arm: Arm, options: PeersOptions) -> Iterator[Any]:
+def uneven(
+    arm: Arm, options: PeersOptions, progress: Progress, *, int8: bool = False
+) -> Iterator[Any]:
     """A started vLLM whose answers are of different lengths, as those of the other engines."""
+    if int8:
+        assert options.target is not None
+        folder = options.environments.expanduser()
+        options = replace(options, target=quantized(options.target, folder, progress))
     with vllm_engine(arm, options, _KV) as process:
         process.session = partial(UnevenAnswer, mean=options.max_tokens)
         yield process

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -151,12 +152,7 @@ def prepare(
     python = _environment(folder, engine, progress)
 
     def made(source: Path, suffix: str, write: Callable[[Path], None]) -> str:
-        path = folder / "models" / f"{source.name}-{fingerprint(source)[:12]}{suffix}"
-        if not path.exists():
-            progress.note(f"{engine}: writing {path}, once")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path)
-        return str(path)
+        return _made(source, suffix, folder, write, engine, progress)
 
     if engine == "llama.cpp":
         return python, {"target": made(target, ".gguf", partial(_write_gguf, python, target))}
@@ -166,6 +162,66 @@ def prepare(
         write = partial(_export_drafter, python, weights, drafter, target)
         files["drafter"] = made(drafter, f"-{weights}", write)
     return python, files
+
+
+def _made(
+    source: Path,
+    suffix: str,
+    folder: Path,
+    write: Callable[[Path], None],
+    engine: str,
+    progress: Progress,
+) -> str:
+    """A model's path in another format; it is written if needed."""
+    path = folder / "models" / f"{source.name}-{fingerprint(source)[:12]}{suffix}"
+    if not path.exists():
+        progress.note(f"{engine}: writing {path}, once")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    return str(path)
+
+
+def quantized(target: Path, folder: Path, progress: Progress) -> Path:
+    """The target with int8 weights per channel and int8 activations per token, for vLLM.
+
+    Weights are rounded to the nearest, without calibration; the embedding and the LM head stay as
+    they are. The format is that of compressed-tensors.
+    """
+    return Path(_made(target, "-w8a8", folder, partial(_quantize, target), "vLLM", progress))
+
+
+def _quantize(target: Path, path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = {}
+    for file in target.glob("*.safetensors"):
+        for name, weight in load_file(file).items():
+            if ".layers." not in name or weight.dim() != 2:
+                tensors[name] = weight
+                continue
+            scale = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-8) / 127
+            tensors[name] = (weight / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+    each = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": each | {"strategy": "channel", "dynamic": False},
+        "input_activations": each | {"strategy": "token", "dynamic": True},
+    }
+    config = read_json(target / "config.json")
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    with new_folder(path) as part:
+        shutil.copytree(
+            target, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*")
+        )
+        save_file(tensors, part / "model.safetensors", {"format": "pt"})
+        (part / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def _environment(folder: Path, engine: str, progress: Progress) -> Path:

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from support import assets
 from support.fake_engine import FakeEngine
 
@@ -181,3 +183,21 @@ def test_a_missing_environment_says_how_to_make_it(tmp_path, monkeypatch):
     settings = {"engine": "llama.cpp", "weights": "", "target": assets.TARGET}
     with pytest.raises(JobFailed, match=r"-m pip install .*no-such-package==1"):
         peers_setup.prepare(settings, tmp_path, SILENT)
+
+
+def test_int8_weights_are_the_nearest(tmp_path):
+    source = Path(assets.TARGET)
+    made = peers_setup.quantized(source, tmp_path, SILENT)
+    assert peers_setup.quantized(source, tmp_path, SILENT) == made
+    before, after = (load_file(each / "model.safetensors") for each in (source, made))
+    int8 = {name for name, tensor in after.items() if tensor.dtype == torch.int8}
+    assert len(int8) == 7 * sum("input_layernorm" in name for name in before)
+    assert {f"{name}_scale" for name in int8} == set(after) - set(before)
+    for name, weight in before.items():
+        if name in int8:
+            scale = after[f"{name}_scale"]
+            assert after[name].abs().amax() == 127
+            assert ((after[name] * scale - weight.float()).abs() <= 0.501 * scale).all()
+        else:
+            assert torch.equal(after[name], weight)
+    assert {file.name for file in source.iterdir()} <= {file.name for file in made.iterdir()}
