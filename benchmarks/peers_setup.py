@@ -151,9 +151,7 @@ def prepare(
         return Path(sys.executable), {}
     python = _environment(folder, engine, progress)
 
-    def made(source: Path, suffix: str, write: Callable[[Path], None]) -> str:
-        return _made(source, suffix, folder, write, engine, progress)
-
+    made = partial(_made, folder=folder, engine=engine, progress=progress)
     if engine == "llama.cpp":
         return python, {"target": made(target, ".gguf", partial(_write_gguf, python, target))}
     files = {"target": made(target, f"-{weights}", partial(_export, python, weights, target))}
@@ -167,8 +165,9 @@ def prepare(
 def _made(
     source: Path,
     suffix: str,
-    folder: Path,
     write: Callable[[Path], None],
+    *,
+    folder: Path,
     engine: str,
     progress: Progress,
 ) -> str:
@@ -187,7 +186,8 @@ def quantized(target: Path, folder: Path, progress: Progress) -> Path:
     Weights are rounded to the nearest, without calibration; the embedding and the LM head stay as
     they are. The format is that of compressed-tensors.
     """
-    return Path(_made(target, "-w8a8", folder, partial(_quantize, target), "vLLM", progress))
+    write = partial(_quantize, target)
+    return Path(_made(target, "-w8a8", write, folder=folder, engine="vLLM", progress=progress))
 
 
 def _quantize(target: Path, path: Path) -> None:
