@@ -24,7 +24,10 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from benchmarks.engines import ArmSampling, answer_limit
+from demo.packed import int8_rows
 from vllm_medusa.convert.job import convert
 from vllm_medusa.convert.options import ConvertOptions
 from vllm_medusa.files import digest_json, fingerprint, new_folder, new_path, read_json
@@ -191,18 +194,13 @@ def quantized(target: Path, folder: Path, progress: Progress) -> Path:
 
 
 def _quantize(target: Path, path: Path) -> None:
-    import torch
-    from safetensors.torch import load_file, save_file
-
     tensors = {}
     for file in target.glob("*.safetensors"):
         for name, weight in load_file(file).items():
             if ".layers." not in name or weight.dim() != 2:
                 tensors[name] = weight
                 continue
-            scale = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-8) / 127
-            tensors[name] = (weight / scale).round().to(torch.int8)
-            tensors[f"{name}_scale"] = scale
+            tensors[name], tensors[f"{name}_scale"] = int8_rows(weight)
     each = {"num_bits": 8, "type": "int", "symmetric": True}
     group = {
         "targets": ["Linear"],

@@ -32,6 +32,12 @@ LM_HEAD, MAP = "lm_head.weight", "d2t"  # of an EAGLE-3 drafter; target id minus
 _SCALE = ".scale"  # suffix of a matrix's scale
 
 
+def int8_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Round [..., O, I] to the nearest int8, with one fp32 scale per row: [..., O, 1]."""
+    scale = matrix.float().abs().amax(-1, keepdim=True) / 127
+    return (matrix.float() / scale.clamp_min(1e-30)).round().to(torch.int8), scale
+
+
 def pack(folder: Path, output: Path, target: Path | None = None) -> None:
     """Write the packed form of a drafter's folder; its ``config.json`` is copied.
 
@@ -53,9 +59,7 @@ def pack(folder: Path, output: Path, target: Path | None = None) -> None:
         elif tensor.dim() == 1:
             packed[name] = tensor
         else:
-            scale = tensor.float().abs().amax(-1, keepdim=True) / 127  # [..., O, 1]
-            packed[name] = (tensor.float() / scale.clamp_min(1e-30)).round().to(torch.int8)
-            packed[name + _SCALE] = scale
+            packed[name], packed[name + _SCALE] = int8_rows(tensor)
     metadata = {"packed": FORMAT, "dtypes": json.dumps(dtypes), "digest": _digest(packed)}
     metadata["target rows"] = rows  # their dtype, if the LM head is omitted
     with new_folder(output) as part:

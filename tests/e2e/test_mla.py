@@ -49,8 +49,7 @@ PROMPTS = [
     for own in random_prompts(8, VOCAB, shortest=1, longest=60, seed=6)
 ]
 PARAMS = [greedy(TOKENS, temperature=0.9, seed=i) for i in range(len(PROMPTS))]
-no_amx = not torch.cpu._is_amx_tile_supported()
-on_amx = pytest.mark.skipif(no_amx, reason="no AMX")
+on_amx = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="no AMX")
 BACKENDS = [
     pytest.param((REFERENCE, "heads"), id="CPU_MLA"),
     pytest.param((AMX, "heads"), id="AMX_MLA", marks=on_amx),
