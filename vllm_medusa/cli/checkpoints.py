@@ -28,8 +28,8 @@ for EAGLE-3 drafters (also native):
 
 INSPECT = """\
 Describe a checkpoint of heads or of an EAGLE drafter: its contents, whether a value is NaN or
-infinite, and, with --target, whether it fits that model. For a target with MTP modules: whether
-trees support them.
+infinite, and, with --target, whether it fits that model. For a target with an MTP module: whether
+its tensors are complete and trees support it.
 
 Exit status: 0 if it fits, 1 if not, 2 if it is not such a checkpoint or --target is not a model."""
 

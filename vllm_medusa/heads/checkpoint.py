@@ -33,7 +33,7 @@ from vllm_medusa.heads.files import (
     read_json,
 )
 from vllm_medusa.heads.fit import require_fit
-from vllm_medusa.heads.formats import TOKEN_MAP, Slot, name_of, read_names
+from vllm_medusa.heads.formats import TOKEN_MAP, Slot, listing, name_of, read_names
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import HeadsError, MedusaHeads
 
@@ -141,7 +141,7 @@ def peek_heads(source: Source, *, revision: str | None = None) -> HeadsInfo:
     if not heads:
         raise HeadsError(
             f"{label} holds no Medusa head: none of its {len(files.files)} tensors has the name of "
-            f"one ({_listing(sorted(files.files))}). Is this a target without MTP? Pass the "
+            f"one ({listing(sorted(files.files))}). Is this a target without MTP? Pass the "
             "folder or file of heads or of a drafter"
         )
     if spelling == "hydra" and Slot("skip") not in names:
@@ -169,7 +169,7 @@ def peek_heads(source: Source, *, revision: str | None = None) -> HeadsInfo:
         left_over += files.files.keys() - names.values() - {*left_over}
     problems = [("lacks", missing), ("has unexpected", left_over)]
     if missing or left_over:
-        listed = " and ".join(f"{what} {_listing(which)}" for what, which in problems if which)
+        listed = " and ".join(f"{what} {listing(which)}" for what, which in problems if which)
         raise HeadsError(
             f"{label} {listed} (its names imply {num_heads} heads, {num_layers} layers). The file "
             "is damaged, or in a format that this version does not support"
@@ -483,8 +483,3 @@ def _tensors(heads: MedusaHeads) -> dict[Slot, Tensor]:
 
 def _word(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _listing(names: list[str]) -> str:
-    shown = ", ".join(repr(name[:80]) for name in names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more tensors"

@@ -119,6 +119,12 @@ def heads_alone(names: Iterable[str]) -> bool:
     return not left_over and any(slot != TOKEN_MAP and slot.head is not None for slot in slots)
 
 
+def listing(names: list[str]) -> str:
+    """Up to four names, and how many more there are."""
+    shown = ", ".join(repr(name[:80]) for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more tensors"
+
+
 def _slot(name: str, spelling: str) -> Slot | None:
     if name == "token_map":
         return TOKEN_MAP

@@ -107,25 +107,58 @@ def test_eagle_3(command, tmp_path):
     assert code == 1 and json.loads(out)["checks"][0]["verdict"] == "does not fit"
 
 
+MIMO = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+NORM = "mtp_layers.0.final_layernorm.weight"
+MODULE = [NORM, *(f"mtp_layers.0.{of}.weight" for of in ("token_layernorm", "hidden_layernorm"))]
+MODULE += ["mtp_layers.0.input_proj.weight"]
+MODULE += [f"{at}.{of}.weight" for at in ("layers.0", "layers.3", "mtp_layers.0") for of in "xy"]
+
+
+def mimo(folder, edit="", **changes):
+    """The names of a MiMo with four layers; returns its folder."""
+    target(folder, **MIMO | changes)
+    names = [*MODULE, edit[1:]] if edit.startswith("+") else MODULE
+    names = [n for n in names if not (edit.startswith("-") and n.startswith(edit[1:]))]
+    save_file({f"model.{n}": torch.zeros(4) for n in names}, folder / "model.safetensors")
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("changes", "tensor", "status", "words"),
+    ("edit", "status", "words"),
     [
-        ({}, "model.mtp_layers.0.input_proj.weight", 0, "ok trees: supported for MiMoForCausalLM"),
-        ({}, "lm_head.weight", 1, "NO tensors: its config has an MTP module, but its files do not"),
-        ({"num_nextn_predict_layers": 2}, "model.mtp.weight", 1, "need one MTP module, not 2"),
+        ("", 0, "ok tensors: the MTP module has all 6 ok trees: supported for MiMoForCausalLM"),
+        ("-layers.0", 0, "ok tensors"),
+        ("-layers.", 0, "? tensors: the target has no layer like"),
+        ("+mtp_layers.0.mlp.down_proj.weight", 0, "? tensors: the target has no layer like"),
+        ("+layers.3.x.weight_scale", 0, "? tensors: quantized: their names were not"),
+        ("+mtp_layers.0.embed_tokens.weight", 0, "ok tensors"),
+        ("+mtp_layers.0.x.bias", 1, "NO tensors: the MTP module has 'model.mtp_layers.0.x.bias'"),
+        (f"-{NORM}", 1, f"NO tensors: the MTP module lacks 'model.{NORM}'; vLLM would not start"),
+        ("-mtp", 1, "NO tensors: its config has an MTP module, but its files do not"),
+    ],
+)
+def test_the_tensors_of_an_mtp_module(command, tmp_path, edit, status, words):
+    """``edit``: a tensor added (+), or all of a prefix removed (-)."""
+    code, out, _ = command("inspect", mimo(tmp_path, edit))
+    assert code == status and words in " ".join(out.split())
+    found = json.loads(command("inspect", tmp_path, "--json")[1])
+    assert found["modules"] == 1 and found["fits"] == (status == 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"num_nextn_predict_layers": 2}, 1, "need one MTP module, not 2"),
         (
             {"architectures": ["Qwen3NextForCausalLM"]},
-            "mtp.fc.weight",
             1,
             "NO trees: not with the MTP module of Qwen3NextForCausalLM, only with those of MiMo",
         ),
-        ({"num_nextn_predict_layers": 0}, "lm_head.weight", 2, "Is this a target without MTP?"),
+        ({"num_nextn_predict_layers": 0}, 2, "Is this a target without MTP?"),
     ],
 )
-def test_a_target_with_mtp(command, tmp_path, changes, tensor, status, words):
-    mimo = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    folder = target(tmp_path, **mimo | changes)
-    save_file({tensor: torch.zeros(4, 4)}, folder / "model.safetensors")
+def test_a_target_with_mtp(command, tmp_path, changes, status, words):
+    folder = mimo(tmp_path, **changes)
     code, out, err = command("inspect", folder)
     assert code == status and words in " ".join((out + err).split())
     found = json.loads(command("inspect", folder, "--json")[1])
@@ -133,8 +166,7 @@ def test_a_target_with_mtp(command, tmp_path, changes, tensor, status, words):
 
 
 def test_a_target_with_mtp_has_no_other_target(command, tmp_path):
-    mimo = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    status, _, err = command("inspect", target(tmp_path, **mimo), "--target", TARGET)
+    status, _, err = command("inspect", mimo(tmp_path), "--target", TARGET)
     assert status == 2 and "omit --target" in err
 
 

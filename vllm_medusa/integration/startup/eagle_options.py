@@ -18,9 +18,10 @@ from vllm.config import SpeculativeConfig
 from vllm_medusa.config import DRAFTER_METHODS, EagleConfig, MedusaConfigError
 from vllm_medusa.heads.eagle_checkpoint import doubtful_layers, named_layers, require_eagle
 from vllm_medusa.heads.eagle_tensors import MIN_WINDOW, P_EAGLE, Layout
-from vllm_medusa.heads.files import find_checkpoint
+from vllm_medusa.heads.files import find_checkpoint, find_target
+from vllm_medusa.heads.fit import NO
 from vllm_medusa.heads.model import HeadsError
-from vllm_medusa.heads.mtp import MTP_MODULES
+from vllm_medusa.heads.mtp import MTP_MODULES, check_tensors
 from vllm_medusa.integration import compat
 from vllm_medusa.integration.startup.options import (
     CreateConfig,
@@ -113,7 +114,7 @@ def check_module(model_config: Any) -> None:
             f"{name} ({kind}) has no MTP module that vLLM supports. Use a drafter, for example "
             '"method": "eagle3", or another target.'
         )
-    if kind not in MTP_MODULES.values():
+    if kind not in {module.kind for module in MTP_MODULES.values()}:
         raise MedusaConfigError(
             f"{name} ({target.architectures[0]}) has an MTP module of type {kind}; trees support "
             f'only the modules of {", ".join(MTP_MODULES)}. Omit "tree" to use vLLM\'s own MTP.'
@@ -130,6 +131,13 @@ def check_module(model_config: Any) -> None:
             f"The MTP module of {name} has a sliding window of {window}; trees need at least "
             f'{MIN_WINDOW}. Omit "tree" to use vLLM\'s own MTP.'
         )
+    try:
+        files = find_target(name, model_config.revision)
+    except (HeadsError, OSError):
+        return  # not downloaded yet, or in a format that only vLLM reads
+    check = check_tensors(files, target.architectures[0], target.num_hidden_layers)
+    if check.verdict == NO:
+        raise MedusaConfigError(f"{name}: {check.text}.")
 
 
 def _windows(config: Any) -> list[int]:
