@@ -8,14 +8,12 @@ trigger a recompilation.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from vllm_medusa.sampler.path import NO_TOKEN
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit(
@@ -60,65 +58,6 @@ def walk(
         accepted += walking
     tl.store(num_accepted_ptr + request, accepted)
     tl.store(last_node_ptr + request, node)
-
-
-@triton.jit(
-    do_not_specialize=("accepted_b", "score_b", "depths_b", "bits_b", "bits_n", "nodes_b"),
-    do_not_specialize_on_alignment=("nodes_ptr", "num_accepted_ptr", "last_node_ptr"),
-)
-def accept(
-    accepted_ptr,  # bool [B, N]
-    accepted_b,
-    score_ptr,  # float32 [B, N]
-    score_b,
-    num_nodes_ptr,  # integer [B]
-    depths_ptr,  # int64 [B, N]
-    depths_b,
-    bits_ptr,  # int64 [B, N, W]
-    bits_b,
-    bits_n,
-    nodes_ptr,  # out, int64 [B, D + 1]
-    nodes_b,
-    num_accepted_ptr,  # out, int64 [B]
-    last_node_ptr,  # out, int64 [B]
-    max_depth,
-    NUM_WORDS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """The deepest node with only accepted ancestors (of several, the best score), and its path."""
-    request = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, BLOCK_N)
-    exists = index < tl.load(num_nodes_ptr + request).to(tl.int32)
-    accepted = tl.load(accepted_ptr + request * accepted_b + index, mask=exists, other=0)
-    stops = exists & (index > 0) & (accepted.to(tl.int32) == 0)
-    bit = tl.full([BLOCK_N], 1, tl.int64) << (index % 64).to(tl.int64)
-    bits_ptr += request * bits_b
-    reached = exists
-    for word in tl.static_range(NUM_WORDS):  # a node is reached if no ancestor stops
-        stop_bits = tl.sum(tl.where(stops & (index // 64 == word), bit, 0), 0)
-        attends = tl.load(bits_ptr + index * bits_n + word, mask=exists, other=0)
-        reached = reached & ((attends & stop_bits) == 0)
-    depths = tl.load(depths_ptr + request * depths_b + index, mask=exists, other=0).to(tl.int32)
-    reached_depth = tl.where(reached, depths, -1)
-    deepest = tl.max(reached_depth, 0)
-    best = reached_depth == deepest
-    score = tl.load(score_ptr + request * score_b + index, mask=exists, other=0.0)
-    score = tl.where(best & (score == score), score, float("-inf"))  # NaN is lowest
-    score = tl.where(score == float("inf"), _LARGEST, score)  # as nan_to_num does
-    best = best & (score == tl.max(score, 0))
-    last = tl.min(tl.where(best, index, BLOCK_N), 0)
-
-    # One ancestor per depth, including the node: each is written to the column of its depth.
-    nodes_ptr += request * nodes_b
-    for word in tl.static_range(NUM_WORDS):
-        attends = tl.load(bits_ptr + last * bits_n + word)
-        on_path = exists & (index // 64 == word) & ((attends & bit) != 0) & (depths <= max_depth)
-        tl.store(nodes_ptr + depths, index, mask=on_path)
-    column = tl.arange(0, BLOCK_D)
-    tl.store(nodes_ptr + column, last, mask=(column > deepest) & (column <= max_depth))
-    tl.store(num_accepted_ptr + request, deepest)
-    tl.store(last_node_ptr + request, last)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""The rules of this package in Triton: all requests in one launch, no host sync.
+"""The rules of this package in Triton: all requests at once, no host sync.
 
-Comparisons and counts are bitwise equal to the torch functions of the same names;
-`typical_path` also does arithmetic, which agrees up to rounding. No program waits for another and
-no sum is atomic, so the same logits give the same verdict on every rank and in every batch.
+`target_verdict` is bitwise equal to `greedy_verdict`; `typical_path` computes probabilities, equal
+to the torch function's up to rounding. No program waits for another and no sum is atomic, so the
+same logits give the same verdict on every rank and in every batch.
 
 Tensors may be strided in all dimensions but the last. This module imports Triton, so import it
 late, and only if there is a device to run it.
@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from vllm_medusa.sampler import kernel
-from vllm_medusa.sampler.path import Path, Verdict
+from vllm_medusa.sampler.path import Path, Verdict, accept_path
 from vllm_medusa.tree.batch import TreeBatch
 
 _SPLIT = 8192  # token ids per program in the pass over the vocabulary
@@ -56,30 +56,6 @@ def target_verdict(
         tree.max_depth,
         BLOCK_N=_block(nodes),
         num_warps=1,  # a reduction within one warp needs no shared memory
-    )
-    return out
-
-
-def accept_path(tree: TreeBatch, node_accepted: Tensor, score: Tensor) -> Path:
-    """The longest path of accepted nodes: `path.accept_path`, with ``score`` in fp32."""
-    batch, nodes = tree.parents.shape
-    out = empty_verdict(batch, tree.max_depth, node_accepted.device).path
-    assert node_accepted.shape == (batch, nodes) and node_accepted.dtype == torch.bool
-    assert score.shape == (batch, nodes) and score.dtype == torch.float32
-    kernel.accept[(batch,)](
-        *_strided(node_accepted),
-        *_strided(score),
-        *_strided(tree.num_nodes),
-        *_strided(tree.depths),
-        *_strided(tree.ancestor_bits),
-        *_strided(out.nodes),
-        *_strided(out.num_accepted),
-        *_strided(out.last_node),
-        tree.max_depth,
-        NUM_WORDS=tree.ancestor_bits.shape[2],
-        BLOCK_N=_block(nodes),
-        BLOCK_D=_block(tree.max_depth + 1),
-        num_warps=1,
     )
     return out
 

@@ -149,47 +149,6 @@ class Cases:
         nodes = self.walk(wrong, case.token_ids, targets).path.nodes
         assert not torch.equal(nodes, expected.path.nodes)
 
-    def accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor) -> Path:
-        given = moved(tree, self.device), accepted.to(self.device), score.to(self.device)
-        return kernel.accept_path(*given)
-
-    def check_accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor) -> Path:
-        path = self.accept(tree, accepted, score)
-        same_path(path, sampler.accept_path(tree, accepted, score))
-        return path
-
-    def test_random_batches_accept(self):
-        """Few distinct scores: ties, both infinities, the largest finite number and NaN."""
-        largest = torch.finfo(torch.float32).max
-        values = torch.tensor([-torch.inf, -1.5, 0.0, -0.0, 2.0, largest, torch.inf, torch.nan])
-        for seed in range(50):
-            tree, shape = random_case(seed).tree, (random_case(seed).token_ids.shape)
-            accepted = torch.rand(shape, generator=generator(seed)) < 0.8
-            score = values[torch.randint(0, 8, shape, generator=generator(seed + 1))]
-            self.check_accept(tree, accepted, score)
-
-    @pytest.mark.parametrize("shape", SHAPES)
-    @pytest.mark.parametrize("nodes", SIZES)
-    def test_boundaries_accept(self, nodes, shape):
-        """One node rejected: first, last or at the edge of a word; then the best of a tie."""
-        tree = static(SHAPES[shape](nodes), [nodes, max(1, nodes - 1)], torch.int32)
-        score = torch.randn(2, nodes, generator=generator(nodes))
-        for refused in {0, 1, 63, 64, nodes - 1} & set(range(nodes)):
-            accepted = torch.ones(2, nodes, dtype=torch.bool)
-            accepted[:, refused] = False
-            self.check_accept(tree, accepted, score)
-
-    def test_a_missing_ancestor_bit_is_detected(self):
-        """Negative control: node 66 is below node 65, whose rejection must apply to it."""
-        tree = static(SHAPES["chain"](70), [70])
-        accepted, score = torch.ones(1, 70, dtype=torch.bool), torch.zeros(1, 70)
-        accepted[0, 65] = False
-        assert self.check_accept(tree, accepted, score).last_node.tolist() == [64]
-        bits = tree.ancestor_bits.clone()
-        bits[:, 66:, 1] &= ~2
-        wrong = dataclasses.replace(tree, ancestor_bits=bits)
-        assert self.accept(wrong, accepted, score).last_node.tolist() == [69]
-
     def typical(self, tree, tokens, logits, rows, epsilon, delta) -> Path:
         arguments = [t.to(self.device) for t in (tokens, logits, rows, epsilon, delta)]
         return kernel.typical_path(moved(tree, self.device), *arguments)
@@ -342,4 +301,4 @@ def test_it_compiles_without_a_gpu(capability):
         kernel.target_verdict(tree, tokens, tokens)
         rows = torch.arange(600).view(3, 200)
         kernel.typical_path(tree, tokens, torch.randn(600, 30000), rows, *torch.rand(2, 3))
-    assert len(compiled) == 4
+    assert len(compiled) == 3
