@@ -26,6 +26,7 @@ if STARTUP not in sys.path:  # otherwise this process and its children already h
     path = [STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
     gc.set_threshold(50_000, 20, 20)
+gc.collect = getattr(gc.collect, "__wrapped__", gc.collect)  # here, `support.engines` freezes
 # Some thirty processes import vLLM, which takes nine seconds longer without compiled files.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
