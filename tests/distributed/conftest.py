@@ -3,6 +3,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +22,18 @@ def _one_import_for_all_ranks() -> Iterator[None]:
     from vllm.v1.executor import multiproc_executor
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm.v1.worker.cpu_worker"])
+    context.set_forkserver_preload(["support.rank_imports"])  # an ImportError would be ignored
+
+    def get_mp_context() -> Any:
+        tests = str(Path(__file__).parents[1])
+        path = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(path))
+            forkserver.ensure_running()
+        return context
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiproc_executor, "get_mp_context", lambda: context)
+        patch.setattr(multiproc_executor, "get_mp_context", get_mp_context)
         yield
 
 
