@@ -11,6 +11,7 @@ import psutil
 import pytest
 from support import commands
 from support.assets import ASSETS, HIDDEN, TARGET, VOCAB
+from support.engines import inspect_in_this_process
 
 from vllm_medusa.heads.checkpoint import load_heads
 
@@ -56,6 +57,7 @@ def kill_in_stage(process: subprocess.Popen[str], name: str) -> None:
 def test_from_prompts_to_measured_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
+    inspect_in_this_process(TARGET)
     # compiled losses are tested in `tests/unit/training/test_losses.py`
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     lines = (ASSETS / "prompts.jsonl").read_text().splitlines(keepends=True)[:8]

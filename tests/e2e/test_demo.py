@@ -9,11 +9,13 @@ from xml.etree import ElementTree
 
 import pytest
 from support.assets import ASSETS, HEADS, TARGET
+from support.engines import inspect_in_this_process
 
 pytestmark = pytest.mark.engine
 
 
 def test_both_engines_are_recorded_and_agree(tmp_path: Path) -> None:
+    inspect_in_this_process(TARGET)
     prompts = (ASSETS / "prompts.jsonl").read_text().splitlines()[:2]
     (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
     command = [sys.executable, "-m", "demo", "--target", TARGET, "--drafter", HEADS, "--eager"]

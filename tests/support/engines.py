@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -74,6 +74,14 @@ def _freeze_imports() -> None:
     gc.collect()
     _freeze()
     gc.freeze = gc.unfreeze = lambda: None
+
+
+def inspect_in_this_process(model: str) -> None:
+    """Store what vLLM finds out about a model's class, before other processes start engines.
+
+    Otherwise each of them starts a process for it, which imports vLLM; see `registry` above.
+    """
+    EngineArgs(model=model).create_engine_config()
 
 
 @contextmanager
