@@ -38,6 +38,7 @@ CASES = {  # name -> (location of its `Case`, what it measures)
         "trees, chains and n-grams against plain vLLM, one request at a time",
     ),
     "load": ("compare.LOAD", "the automatic budget and static trees, by batch size"),
+    "budgets": ("budgets.CASE", "the automatic budget and fixed ones, in turn in one engine"),
     "tau": ("compare.TAU", "tokens per step of dynamic and static trees, by number of nodes"),
     "tokens": ("compare.TOKENS", "tokens per step of drafters, by number of training tokens"),
     "noise": ("compare.NOISE", "tokens per step with and without shared noise, by temperature"),

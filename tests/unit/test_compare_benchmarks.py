@@ -4,6 +4,7 @@ import math
 import os
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from support import assets
 from support.fake_engine import FakeEngine
 
-from benchmarks import compare, engines, grammar, profile, serve, soak
+from benchmarks import budgets, compare, engines, grammar, profile, serve, soak
+from benchmarks.budgets import BudgetOptions, Turns
 from benchmarks.compare import CompareOptions, arm_of
 from benchmarks.engines import PLAIN, SAMPLED_STOCK, tau_numbers, with_error
 from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summarize
@@ -221,6 +223,69 @@ def test_a_profiled_arm_must_have_equal_tokens_too(monkeypatch):
     assert rows[3]["failed"] == "RuntimeError: no hidden_size"
     assert rows[7]["note"] == SAMPLED_STOCK
     assert "| attention | 2.000 | 2.000 |" in parts_tables(rows)
+
+
+class Scheduler:
+    """Steps of 10 ms for each request, and 2 ms for each node; a token for two nodes."""
+
+    ahead = False
+
+    def __init__(self) -> None:
+        self.policy: Any = "its own"
+        self.learned: list[Any] = []
+
+    def _learn_time(self, ended: Any) -> None:
+        self.learned.append(self.policy)
+
+    def run(self, steps: int, requests: int = 4, *, prefill: bool = False) -> None:
+        for _ in range(steps):
+            nodes = 4 if self.policy == "its own" else self.policy.max_drafts
+            step = SimpleNamespace(prefill=prefill, requests=requests, nodes=requests * nodes)
+            step.tokens = requests * (1 + nodes / 2)
+            self._learn_time(None)
+            self._learn_time((step, 10.0 + 2.0 * nodes))
+
+
+def test_budgets_take_turns():
+    scheduler = Scheduler()
+    turns = Turns(scheduler, (2, 8), 4)
+    scheduler.run(4000)
+    assert scheduler.learned[0] == "its own" and len(scheduler.learned) == 4000
+    for budget in turns.budgets.values():  # each is switched every ten steps
+        assert scheduler.learned.count(budget) == pytest.approx(1000, abs=11)
+    assert {len(list(own)) for _, own in groupby(scheduler.learned[1:])} <= {9, 10, 20}
+    found = budgets.summarize(turns.steps, ["0", "2", "8", "automatic"], 4)
+    assert [row["ratio"] for row in found.values()] == pytest.approx([1, 20 / 14, 50 / 26, 30 / 18])
+    assert found["2"]["ratio_quartiles"] == pytest.approx([20 / 14] * 2)
+    assert found["automatic"]["tau"] == 3 and found["automatic"]["verified"] == 4
+    assert found["8"]["step_ms"] == 26 and found["8"]["steps"] == pytest.approx(800, abs=8)
+    with pytest.raises(ValueError, match="no step of a full batch with budget 3"):
+        budgets.summarize(turns.steps, ["0", "3"], 4)
+    counted = len(turns.steps)
+    scheduler.run(100, requests=3)
+    scheduler.run(100, prefill=True)
+    assert len(turns.steps) == counted
+
+
+def test_budgets_with_other_tokens_get_no_number(monkeypatch):
+    def measured(job, options, progress, *, arm, batch, temperature, log):
+        assert job is budgets.measure and arm.config["budget"] == "auto"
+        engine = FakeEngine(wrong_at=0 if batch == 2 else None)
+        session = budgets.session(options)
+        found = list(run_batch(options.all_prompts(), engine, concurrency=batch, session=session))
+        turns = Turns(Scheduler(), options.nodes, batch)
+        turns.scheduler.run(400, requests=batch)
+        return found, turns.steps
+
+    monkeypatch.setattr(engines, "EngineProcess", process(lambda config: FakeEngine))
+    monkeypatch.setattr(engines, "_binding", lambda *_: {})
+    monkeypatch.setattr(budgets, "run_in_process", measured)
+    given = BudgetOptions(**ASSETS, prompts=3, batch=(1, 2), temperatures=(0,))
+    rows = [row.to_dict() for row in budgets.run(given, SILENT)]
+    assert [row["arm"] for row in rows[:4]] == ["no drafts", "2 nodes", "4 nodes", "automatic"]
+    assert rows[1]["ratio"] == pytest.approx(20 / 14) and rows[1]["requests"] == 3
+    assert {row["failed"] for row in rows[4:]} == {"3 of 3 answers differ from plain vLLM's"}
+    assert "- Batch 1, T 0: 1.000 of the best (4 nodes)." in budgets.text(rows)
 
 
 def test_spans_have_exclusive_times_that_sum_up():

@@ -162,7 +162,7 @@ def run_in_turn(
             for comparison in comparisons:
                 right, judged = baseline.latest, comparison.candidate.latest
                 comparison.requests += len(group)
-                found = [_difference(right[p.index], judged[p.index]) for p in group]
+                found = [difference(right[p.index], judged[p.index]) for p in group]
                 comparison.differences += filter(None, found)
             progress(number * len(groups) + done, rounds * len(groups))
         for timed, (tokens, earlier) in zip(candidates, before, strict=True):
@@ -171,7 +171,8 @@ def run_in_turn(
     return comparisons
 
 
-def _difference(right: Result, judged: Result) -> Difference | None:
+def difference(right: Result, judged: Result) -> Difference | None:
+    """The first difference of ``judged`` from the right answers to the same prompt."""
     for a, b in zip(right.answers, judged.answers, strict=True):
         for position, (x, y) in enumerate(zip_longest(a.token_ids, b.token_ids)):
             if x != y:
