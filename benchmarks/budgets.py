@@ -1,12 +1,13 @@
 """The automatic budget against fixed ones, which take turns in one engine.
 
-    python -m benchmarks budgets --drafter DRAFTER --batch 1 4 --nodes 1 2 4 8
+    python -m benchmarks budgets --drafter DRAFTER --batch 1 4 --nodes 1 2 4 8 --prompts 48
 
 Engines of one configuration differ by some per cent from start to start, and machines change their
-speed within seconds; here, all budgets share both. After a pass over the prompts with the automatic
-budget alone, every `_TURN` steps another budget decides, in random order. It learns only in its own
-turns. Steps with a prefill or without a full batch do not count, nor do the first two of a turn,
-whose drafts an earlier budget requested.
+speed within seconds; here, all budgets share both. First, the automatic budget alone answers all
+prompts. Then another budget decides every `_TURN` steps; in each cycle, all have one turn, in
+random order. The first step of a turn verifies what an earlier budget drafted: it does not count,
+and the automatic budget learns no cost from it. Steps with a prefill or without a full batch do not
+count either. Prompts are answered again in each round, so acceptance is known from earlier rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.case import Case, Plot, Row
 from benchmarks.compare import AUTOMATIC, COLUMNS, arm_of
@@ -38,14 +38,13 @@ from benchmarks.engines import (
     settings,
 )
 from vllm_medusa.budget.policy import FixedBudget
-from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.job import SILENT, JobFailed, Progress
 from vllm_medusa.offline.batch import Result, run_batch
 from vllm_medusa.offline.children import run_in_process
-from vllm_medusa.offline.in_turn import Difference, difference
+from vllm_medusa.offline.in_turn import difference
 from vllm_medusa.options import Above, FromZero, Positive, option
 
-_TURN = 10  # steps
-_CHOSEN_BEFORE = 2  # first steps of a turn
+_TURN = 20  # steps
 _RESAMPLED = 1000
 NONE = "no drafts"
 
@@ -54,14 +53,13 @@ class BudgetOptions(EngineOptions):
     """Options of the benchmark."""
 
     nodes: tuple[Positive, ...] = option("fixed budgets: draft nodes per request", default=(2, 4))
-    lookup: bool = option("also copies from the request's own tokens", default=False)
     rounds: FromZero = option("passes over the prompts with all budgets in turn", default=5)
-    seconds: Above | None = option("time limit for starting them, per load", default=None)
+    seconds: Above | None = option("no pass starts later than that, per load", default=None)
 
     def check(self) -> None:
         """See `Options.check`."""
-        if not self.rounds:
-            raise ValueError("rounds is 0; use at least 1.")
+        if not self.rounds or self.only:
+            raise ValueError("this benchmark requires --rounds of at least 1, and has no --only")
 
 
 @dataclass
@@ -88,20 +86,25 @@ class Turns:
         """Wrap the method that receives the time of each step."""
         if self.scheduler.ahead:
             raise ValueError("the scheduler is asynchronous; this benchmark requires vLLM on a CPU")
+        if (most := max(self.nodes)) > self.scheduler.max_drafts:
+            raise ValueError(f"--nodes {most} exceeds the tree's {self.scheduler.max_drafts}")
         self.budgets = {AUTOMATIC: self.scheduler.policy}
         self.budgets |= {str(nodes): FixedBudget(nodes) for nodes in (0, *self.nodes)}
         learn = self.scheduler._learn_time
-        random_order = random.Random(SEED)
+        shuffled = random.Random(SEED).sample
 
         def learn_and_turn(ended: Any) -> None:
             if ended is None:
                 return
             step, ms = ended
-            if self._step > _CHOSEN_BEFORE and not step.prefill and step.requests == self.batch:
-                self.steps.append((self._turn, self._name, ms, step.tokens, step.nodes))
-            learn(ended)
+            if self._step > 1:
+                if not step.prefill and step.requests == self.batch:
+                    self.steps.append((self._turn, self._name, ms, step.tokens, step.nodes))
+                learn(ended)
+            elif self._name == AUTOMATIC:
+                self.budgets[AUTOMATIC]._last_limit = step.limit
             if self._step in (0, _TURN):
-                self._order = self._order or random_order.sample([*self.budgets], len(self.budgets))
+                self._order = self._order or shuffled([*self.budgets], len(self.budgets))
                 self._turn, self._step, self._name = self._turn + 1, 0, self._order.pop()
                 self.scheduler.policy = self.budgets[self._name]
             self._step += 1
@@ -112,27 +115,26 @@ class Turns:
 def run(options: BudgetOptions, progress: Progress) -> Iterator[Row]:
     """A row for each load and budget; in float32 only if all tokens equal plain vLLM's."""
     options = options.ready(progress)
-    form = f"{AUTOMATIC}+lookup" if options.lookup else AUTOMATIC
-    arm = arm_of(options.drafter, form, 0)
+    arm = arm_of(options.drafter, AUTOMATIC, 0)
     assert arm is not None
     prompts = options.all_prompts()
+    if len(prompts) < 2 * max(options.batch):  # few steps would have a full batch
+        raise ValueError(f"{len(prompts)} prompts for batch {max(options.batch)}; use more")
     for temperature in options.temperatures:
         seed = SEED if temperature else None
         progress.note(f"T {temperature:g}: plain vLLM's tokens")
         with engine(PLAIN, replace(options, temperatures=(temperature,))) as plain:
             plain.session = session(options)
             expected, _ = plain.run(prompts, max(options.batch), seed)
+        right = {result.prompt.index: result for result in expected}
         for batch in options.batch:
             progress.note(f"T {temperature:g}, batch {batch}: all budgets")
-            how: dict[str, Any] = {"arm": arm, "batch": batch, "temperature": temperature}
-            with tempfile.TemporaryDirectory() as folder, environment(arm, options, folder):
-                log = Path(folder, "log")
-                found, steps = run_in_process(measure, options, progress, log=log, **how)
-            right = {result.prompt.index: result for result in expected}
-            pairs = [difference(right[each.prompt.index], each) for each in found]
-            wrong = [each for each in pairs if each is not None]
             what = {"batch": batch, "temperature": temperature, **arm.what}
-            yield from _rows(what, steps, batch, wrong, len(found), options)
+            try:
+                yield from _rows(what, arm, right, options, progress)
+            except (ValueError, OSError, JobFailed) as error:
+                name = f"{what['drafter']}, batch {batch}, T {temperature:g}"
+                yield Row({"name": name, **what}, failed=f"{type(error).__name__}: {error}")
 
 
 def session(options: BudgetOptions) -> Any:
@@ -167,24 +169,30 @@ def measure(
 
 def _rows(
     what: dict[str, Any],
-    steps: list[tuple[int, str, float, int, int]],
-    batch: int,
-    wrong: list[Difference],
-    requests: int,
+    arm: Arm,
+    right: dict[int, Result],  # plain vLLM's, by prompt index
     options: BudgetOptions,
+    progress: Progress,
 ) -> Iterator[Row]:
-    checked: dict[str, Any] = {"requests": requests}
+    batch, temperature = what["batch"], what["temperature"]
+    how: dict[str, Any] = {"arm": arm, "batch": batch, "temperature": temperature}
+    with tempfile.TemporaryDirectory() as folder, environment(arm, options, folder):
+        log = Path(folder, "log")
+        found, steps = run_in_process(measure, options, progress, log=log, **how)
+    pairs = [difference(right[each.prompt.index], each) for each in found]
+    wrong = [each for each in pairs if each is not None]
+    checked: dict[str, Any] = {"requests": len(found)}
     if options.dtype != "float32":
         checked["differing"] = len(wrong)
-        if wrong and not what["temperature"]:
+        if wrong and not temperature:
             checked["gap"] = largest_gap(str(options.target), wrong)
         wrong = []
-    reason = f"{len(wrong)} of {requests} answers differ from plain vLLM's" if wrong else ""
+    reason = f"{len(wrong)} of {len(found)} answers differ from plain vLLM's" if wrong else ""
     names = ["0", *map(str, options.nodes), AUTOMATIC]
     for name, numbers in summarize(steps, names, batch).items():
-        arm = NONE if name == "0" else name if name == AUTOMATIC else f"{name} nodes"
-        load = f"batch {what['batch']}, T {what['temperature']:g}"
-        row = {"name": f"{what['drafter']}, {load}, {arm}", "arm": arm, **what}
+        budget = NONE if name == "0" else name if name == AUTOMATIC else f"{name} nodes"
+        row = {"name": f"{what['drafter']}, batch {batch}, T {temperature:g}, {budget}"}
+        row |= {"arm": budget, **what}
         yield Row(row, numbers | checked, right=not wrong, failed=reason)
 
 
@@ -193,48 +201,36 @@ def summarize(
 ) -> dict[str, dict[str, Any]]:
     """Numbers of each budget; ratios of tokens per ms to the first one's, with quartiles.
 
-    The quartiles are of ratios of resampled turns (bootstrap).
+    The last budget also has its ratio to the best of the others. Quartiles are of ratios in
+    resampled cycles (bootstrap).
     """
-    sums: dict[str, dict[int, Any]] = {}
+    cycles = 1 + max((turn - 1 for turn, *_ in steps), default=0) // len(names)
+    sums = np.zeros((len(names), cycles, 4))  # tokens, ms, nodes, steps
     for turn, name, ms, tokens, nodes in steps:
-        own = sums.setdefault(name, {})
-        own[turn] = own.get(turn, np.zeros(4)) + np.array([tokens, ms, nodes, 1])
-    if missing := [name for name in names if name not in sums]:
-        raise ValueError(f"no step of a full batch with budget {missing[0]}; use more --rounds")
-    turns = {name: np.stack(list(own.values())) for name, own in sums.items()}
-    rng = np.random.default_rng(SEED)
+        sums[names.index(name), (turn - 1) // len(names)] += tokens, ms, nodes, 1
+    for name, count in zip(names, sums[:, :, 3].sum(1), strict=True):
+        if not count:
+            raise ValueError(f"no step of a full batch with budget {name}; use more --rounds")
+    drawn = np.random.default_rng(SEED).integers(cycles, size=(_RESAMPLED, cycles))
+    some = sums[:, drawn].sum(2)  # [names, resampled, 4]
+    rates = some[..., 0] / np.maximum(some[..., 1], 1e-9)
+    totals = sums.sum(1)
+    rate = totals[:, 0] / totals[:, 1]
+    best = int(rate[:-1].argmax())
 
-    def resampled(name: str) -> npt.NDArray[np.float64]:
-        own = turns[name]
-        sums = own[rng.integers(len(own), size=(_RESAMPLED, len(own)))].sum(1)
-        rates: npt.NDArray[np.float64] = sums[:, 0] / sums[:, 1]
-        return rates
+    def relative(index: int, base: int) -> tuple[float, list[float]]:
+        quartiles = np.quantile(rates[index] / np.maximum(rates[base], 1e-9), (0.25, 0.75))
+        return float(rate[index] / rate[base]), quartiles.tolist()
 
-    base, found = resampled(names[0]), {}
-    first = turns[names[0]].sum(0)
-    for name in names:
-        tokens, ms, nodes, count = turns[name].sum(0).tolist()
-        found[name] = {
-            "tau": tokens / count / batch,
-            "verified": nodes / count / batch,
-            "step_ms": ms / count,
-            "ratio": tokens / ms / (first[0] / first[1]),
-            "ratio_quartiles": np.quantile(resampled(name) / base, (0.25, 0.75)).tolist(),
-            "steps": int(count),
-        }
+    found: dict[str, dict[str, Any]] = {}
+    for index, name in enumerate(names):
+        tokens, ms, nodes, count = totals[index].tolist()
+        own = found[name] = {"tau": tokens / count / batch, "verified": nodes / count / batch}
+        own |= {"step_ms": ms / count, "steps": int(count)}
+        own["ratio"], own["ratio_quartiles"] = relative(index, 0)
+    own["best"] = names[best]
+    own["relative"], own["relative_quartiles"] = relative(len(names) - 1, best)
     return found
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """For each load: the automatic budget relative to the best fixed one."""
-    lines = []
-    for row in (row for row in rows if row.get("arm") == AUTOMATIC and "ratio" in row):
-        keys = ("drafter", "form", "batch", "temperature")
-        same = [each for each in rows if "ratio" in each and all(each[k] == row[k] for k in keys)]
-        best = max((each for each in same if each is not row), key=lambda each: each["ratio"])
-        load = f"Batch {row['batch']}, T {row['temperature']:g}"
-        lines.append(f"- {load}: {row['ratio'] / best['ratio']:.3f} of the best ({best['arm']}).")
-    return "\n".join(["The automatic budget relative to the best fixed one:", "", *lines])
 
 
 CASE = Case(
@@ -248,8 +244,11 @@ CASE = Case(
         "step_ms": ("ms per step", ".1f"),
         "ratio": ("ratio to no drafts", ".3f"),
         "ratio_quartiles": ("quartiles", ".3f"),
+        "best": ("best fixed", ""),
+        "relative": ("relative to it", ".3f"),
+        "relative_quartiles": ("quartiles", ".3f"),
         **{key: COLUMNS[key] for key in ("steps", "requests", "differing", "gap")},
     },
-    quick={"prompts": 4, "max_tokens": 48, "rounds": 4, "temperatures": (0.0,)},
+    quick={"prompts": 8, "max_tokens": 48, "rounds": 4, "temperatures": (0.0,)},
     plot=Plot("batch", ("ratio",)),
 )

@@ -4,7 +4,6 @@ import math
 import os
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,22 +225,26 @@ def test_a_profiled_arm_must_have_equal_tokens_too(monkeypatch):
 
 
 class Scheduler:
-    """Steps of 10 ms for each request, and 2 ms for each node; a token for two nodes."""
+    """A step verifies what the budget of the step before drafted.
 
-    ahead = False
+    It takes 10 ms and 2 ms for each node per request, and yields a token for two nodes.
+    """
+
+    ahead, max_drafts = False, 8
 
     def __init__(self) -> None:
-        self.policy: Any = "its own"
-        self.learned: list[Any] = []
+        self.policy: Any = SimpleNamespace(max_drafts=4)
+        self.learned: list[tuple[Any, int]] = []
+        self.drafted = 0
 
     def _learn_time(self, ended: Any) -> None:
-        self.learned.append(self.policy)
+        self.learned.append((self.policy, ended[0].nodes))
 
     def run(self, steps: int, requests: int = 4, *, prefill: bool = False) -> None:
         for _ in range(steps):
-            nodes = 4 if self.policy == "its own" else self.policy.max_drafts
+            nodes, self.drafted = self.drafted, self.policy.max_drafts
             step = SimpleNamespace(prefill=prefill, requests=requests, nodes=requests * nodes)
-            step.tokens = requests * (1 + nodes / 2)
+            step.tokens, step.limit = requests * (1 + nodes / 2), self.drafted
             self._learn_time(None)
             self._learn_time((step, 10.0 + 2.0 * nodes))
 
@@ -249,22 +252,43 @@ class Scheduler:
 def test_budgets_take_turns():
     scheduler = Scheduler()
     turns = Turns(scheduler, (2, 8), 4)
-    scheduler.run(4000)
-    assert scheduler.learned[0] == "its own" and len(scheduler.learned) == 4000
-    for budget in turns.budgets.values():  # each is switched every ten steps
-        assert scheduler.learned.count(budget) == pytest.approx(1000, abs=11)
-    assert {len(list(own)) for _, own in groupby(scheduler.learned[1:])} <= {9, 10, 20}
-    found = budgets.summarize(turns.steps, ["0", "2", "8", "automatic"], 4)
+    scheduler.run(8000)
+    for budget in turns.budgets.values():  # 19 of every 20 steps count
+        own = [nodes for policy, nodes in scheduler.learned if policy is budget]
+        assert {*own} == {4 * budget.max_drafts} and len(own) == pytest.approx(1900, abs=40)
+    assert turns.budgets["automatic"]._last_limit == 4
+    names = ["0", "2", "8", "automatic"]
+    found = budgets.summarize(turns.steps, names, 4)
     assert [row["ratio"] for row in found.values()] == pytest.approx([1, 20 / 14, 50 / 26, 30 / 18])
     assert found["2"]["ratio_quartiles"] == pytest.approx([20 / 14] * 2)
-    assert found["automatic"]["tau"] == 3 and found["automatic"]["verified"] == 4
-    assert found["8"]["step_ms"] == 26 and found["8"]["steps"] == pytest.approx(800, abs=8)
-    with pytest.raises(ValueError, match="no step of a full batch with budget 3"):
-        budgets.summarize(turns.steps, ["0", "3"], 4)
+    own = found["automatic"]
+    assert (own["tau"], own["verified"], own["step_ms"], own["best"]) == (3, 4, 18, "8")
+    assert own["relative"] == pytest.approx(30 / 18 / (50 / 26)) and "best" not in found["8"]
+    half = [step for step in turns.steps if step[1] != "2"]
+    with pytest.raises(ValueError, match="no step of a full batch with budget 2"):
+        budgets.summarize(half, names, 4)
     counted = len(turns.steps)
     scheduler.run(100, requests=3)
     scheduler.run(100, prefill=True)
     assert len(turns.steps) == counted
+    with pytest.raises(ValueError, match="--nodes 9 exceeds the tree's 8"):
+        Turns(scheduler, (9,), 4)
+
+
+def test_the_scheduler_has_what_turns_replace():
+    pytest.importorskip("vllm")
+    from vllm_medusa.integration.scheduling.scheduler import TreeScheduler
+
+    assert callable(TreeScheduler._learn_time) and TreeScheduler.ahead is False
+
+
+def test_speed_that_wanders_cancels_in_relative_speeds():
+    """The same steps, at twice the time in every second cycle."""
+    steps = [
+        (turn, "0a"[turn % 2], 10.0 * (1 + (turn - 1) // 2 % 2), 1, 0) for turn in range(1, 81)
+    ]
+    found = budgets.summarize(steps, ["0", "a"], 1)
+    assert found["a"]["relative_quartiles"] == pytest.approx([1, 1], abs=0.03)
 
 
 def test_budgets_with_other_tokens_get_no_number(monkeypatch):
@@ -280,12 +304,13 @@ def test_budgets_with_other_tokens_get_no_number(monkeypatch):
     monkeypatch.setattr(engines, "EngineProcess", process(lambda config: FakeEngine))
     monkeypatch.setattr(engines, "_binding", lambda *_: {})
     monkeypatch.setattr(budgets, "run_in_process", measured)
-    given = BudgetOptions(**ASSETS, prompts=3, batch=(1, 2), temperatures=(0,))
+    given = BudgetOptions(**ASSETS, prompts=4, batch=(1, 2), temperatures=(0,))
     rows = [row.to_dict() for row in budgets.run(given, SILENT)]
     assert [row["arm"] for row in rows[:4]] == ["no drafts", "2 nodes", "4 nodes", "automatic"]
-    assert rows[1]["ratio"] == pytest.approx(20 / 14) and rows[1]["requests"] == 3
-    assert {row["failed"] for row in rows[4:]} == {"3 of 3 answers differ from plain vLLM's"}
-    assert "- Batch 1, T 0: 1.000 of the best (4 nodes)." in budgets.text(rows)
+    assert rows[1]["ratio"] == pytest.approx(20 / 14) and rows[1]["requests"] == 4
+    assert {row["failed"] for row in rows[4:]} == {"4 of 4 answers differ from plain vLLM's"}
+    with pytest.raises(ValueError, match="4 prompts for batch 3; use more"):
+        next(budgets.run(replace(given, batch=(1, 3)), SILENT))
 
 
 def test_spans_have_exclusive_times_that_sum_up():
