@@ -59,14 +59,13 @@ def test_every_tensor_of_a_module(kind: Kind, tmp_path: Path) -> None:
     architecture = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
     tensors, config = load_file(file), config_of(target)
     draft = config.speculative_config.draft_model_config
-    assert draft.hf_config.architectures == [MTP_MODULES[architecture].kind]
+    module = MTP_MODULES[architecture]
+    assert draft.hf_config.architectures == [module.kind]
     with set_current_vllm_config(config):
         model = initialize_model(vllm_config=config, model_config=draft)
 
     def check(names: dict[str, Tensor]) -> Any:
-        return check_tensors(
-            CheckpointFiles("", {}, dict.fromkeys(names, file)), architecture, LAYERS
-        )
+        return check_tensors(CheckpointFiles("", {}, dict.fromkeys(names, file)), module, LAYERS)
 
     own = [name for name in tensors if "mtp" in name or f"layers.{LAYERS}." in name]
     (complete, refused), found = load(model, tensors), check(tensors)
@@ -84,10 +83,35 @@ def test_every_tensor_of_a_module(kind: Kind, tmp_path: Path) -> None:
             f"the MTP module lacks {name!r}; vLLM would"
         )
     assert silent > len(own) / 2, "vLLM names most of them itself"
-    extra = f"{kind.prefix}self_attn.unknown.weight"
-    assert check(tensors | {extra: torch.ones(1)}).text.startswith(f"the MTP module has {extra!r};")
-    with pytest.raises((KeyError, ValueError), match="unknown"):
-        load(model, {extra: torch.ones(1)})
+    own_prefix = module.prefix.format(LAYERS)
+    refused_extras = {f"{kind.prefix}self_attn.unknown.weight": torch.ones(1)}
+    for name in ("embed_tokens.weight", "shared_head.head.weight"):
+        extra = {own_prefix + name: tensors["model.embed_tokens.weight"]}
+        if name.startswith(module.optional):
+            assert check(tensors | extra).verdict == "fits"
+            load(model, tensors | extra)
+        else:
+            refused_extras |= extra
+    for name, tensor in refused_extras.items():
+        found = check(tensors | {name: tensor})
+        assert found.text.startswith(f"the MTP module has {name!r};")
+        with pytest.raises((AttributeError, KeyError, ValueError)):
+            load(model, tensors | {name: tensor})
     save_file({name: tensor for name, tensor in tensors.items() if name != own[-1]}, file)
     with pytest.raises(MedusaConfigError, match=f"lacks '{own[-1]}'.*Use a complete checkpoint"):
+        config_of(target)
+
+
+def test_both_spellings_of_an_architecture(tmp_path: Path) -> None:
+    """vLLM registers K-EXAONE's twice."""
+    kind = next(kind for name, kind in KINDS.items() if "exaone" in name.lower())
+    target, config = save_random(tmp_path, kind), tmp_path / "config.json"
+    text = config.read_text()
+    assert "ExaoneMoeForCausalLM" in text
+    config.write_text(text.replace("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"))
+    config_of(target)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["mtp.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(MedusaConfigError, match=r"lacks 'mtp\.norm\.weight'"):
         config_of(target)

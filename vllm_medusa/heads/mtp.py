@@ -11,6 +11,8 @@ from vllm_medusa.heads.fingerprint import config_sizes
 from vllm_medusa.heads.fit import NO, Check, Inspected
 from vllm_medusa.heads.formats import is_head_tensor, listing
 
+_SHARED = ("embed_tokens.", "shared_head.")
+
 
 class Module(NamedTuple):
     """A module that was tested with trees: its class in vLLM, its tensors in a checkpoint."""
@@ -19,26 +21,33 @@ class Module(NamedTuple):
     own: str = "enorm hnorm eh_proj shared_head.norm"  # weights outside its decoder layer
     prefix: str = "model.layers.{}."  # of all its tensors; {}: number of the target's layers
     layer: str = ""  # further prefix of its decoder layer
+    optional: tuple[str, ...] = _SHARED  # beginnings of others that may exist
 
 
+_EXAONE = Module(
+    "ExaoneMoeMTP",
+    "fc norm pre_fc_norm_embedding pre_fc_norm_hidden",
+    "mtp.",
+    "layers.0.",
+    ("embed_tokens.",),
+)
 MTP_MODULES = {  # by the target's architecture
     "MiMoForCausalLM": Module(
         "MiMoMTPModel",
         "token_layernorm hidden_layernorm input_proj final_layernorm",
         "model.mtp_layers.0.",
+        optional=(),
     ),
     "Glm4MoeForCausalLM": Module("Glm4MoeMTPModel"),
     "Ernie4_5_MoeForCausalLM": Module(
-        "ErnieMTPModel", "emb_norm.0 hidden_norm.0 linear_proj.0", "model.mtp_", "block.0."
+        "ErnieMTPModel", "emb_norm.0 hidden_norm.0 linear_proj.0", "model.mtp_", "block.0.", ()
     ),
     "DeepseekV3ForCausalLM": Module("DeepSeekMTPModel"),
     "Glm4MoeLiteForCausalLM": Module("Glm4MoeLiteMTPModel"),
     "HYV3ForCausalLM": Module("HYV3MTPModel", "enorm hnorm eh_proj final_layernorm"),
-    "ExaoneMoeForCausalLM": Module(
-        "ExaoneMoeMTP", "fc norm pre_fc_norm_embedding pre_fc_norm_hidden", "mtp.", "layers.0."
-    ),
+    "ExaoneMoeForCausalLM": _EXAONE,
+    "ExaoneMoEForCausalLM": _EXAONE,  # vLLM knows both
 }
-_SHARED = ("embed_tokens.", "shared_head.")  # further tensors, instead of which the target's serve
 _DENSE = "mlp.down_proj.weight"
 _NUMBERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
@@ -63,14 +72,15 @@ def inspect_mtp(files: CheckpointFiles, progress: Progress | None = None) -> Mtp
         return None
     kind, layers = sizes["architecture"], sizes["num_layers"]
     names = [name for name in files.files if "mtp" in name or f"layers.{layers}." in name]
-    if kind not in MTP_MODULES and names:
+    module = MTP_MODULES.get(kind or "")
+    if module is None:
         text = f"not with the MTP module of {kind}, only with those of {', '.join(MTP_MODULES)}"
         checks = [Check("trees", NO, f'{text}. Omit "tree" to use vLLM\'s own MTP')]
-    elif number != 1 and names:
+    elif number != 1:
         text = f'they need one MTP module, not {number}. Omit "tree" to use vLLM\'s own MTP'
         checks = [Check("trees", NO, text)]
     else:
-        checks = [check_tensors(files, kind, layers)]
+        checks = [check_tensors(files, module, layers)]
         if checks[0].verdict != NO:
             text = f'supported for {kind}: {{"method": "mtp", "tree": "dynamic"}}, without "model"'
             checks.append(Check("trees", "fits", text))
@@ -78,29 +88,31 @@ def inspect_mtp(files: CheckpointFiles, progress: Progress | None = None) -> Mtp
     return MtpInspection(files.label, checks, damage, kind, number, len(names))
 
 
-def check_tensors(files: CheckpointFiles, architecture: str | None, num_layers: int) -> Check:
+def check_tensors(files: CheckpointFiles, module: Module, num_layers: int) -> Check:
     """Compare the names of the tensors of a target's MTP module with those that vLLM reads.
 
     The module's decoder layer has the tensors of the target's last layer, or of its first one. Only
-    names are read. "unknown": the target is quantized, or its layers differ from the module's.
+    names are read. "unknown": the layers are quantized or differ from the module's, or not all
+    files were read.
     """
-    module = MTP_MODULES.get(architecture or "")
-    prefix = "" if module is None else module.prefix.format(num_layers)
+    prefix = module.prefix.format(num_layers)
     found = _after(prefix, files.files)
-    if module is None or not found:
+    if not found:
+        if _further_files(files):
+            return Check("tensors", "unknown", "not all of the folder's files were read")
         text = "its config has an MTP module, but its files do not. Use a complete checkpoint"
         return Check("tensors", NO, text)
-    layers = (_after(f"model.layers.{index}.", files.files) for index in (num_layers - 1, 0))
-    layer = max(
-        ({module.layer + name for name in names} for names in layers),
-        key=lambda names: len(names & found),
-    )
-    if not all(name.endswith(("weight", "bias")) for name in layer | found):  # scales, zeros
-        return Check("tensors", "unknown", "quantized: their names were not checked")
+    layers = [
+        {module.layer + name for name in _after(f"model.layers.{index}.", files.files)}
+        for index in (num_layers - 1, 0)
+    ]
+    layer = max(layers, key=lambda names: len(names & found))
+    if not all(name.endswith(("weight", "bias")) for name in found.union(*layers)):
+        return Check("tensors", "unknown", "not compared: quantized, or experts in one tensor")
     if not layer or module.layer + _DENSE in found - layer:
         return Check("tensors", "unknown", "the target has no layer like the module's to compare")
     wanted = layer | {f"{name}.weight" for name in module.own.split()}
-    unread = {name for name in found - wanted if not name.startswith(_SHARED)}
+    unread = {name for name in found - wanted if not name.startswith(module.optional)}
     lacks = "vLLM would not start, or draft with uninitialized weights. Use a complete checkpoint"
     reads = "vLLM does not read this. Use the checkpoint as it was published"
     for what, names, effect in (("lacks", wanted - found, lacks), ("has", unread, reads)):
@@ -108,6 +120,15 @@ def check_tensors(files: CheckpointFiles, architecture: str | None, num_layers: 
             listed = listing(sorted(prefix + name for name in names))
             return Check("tensors", NO, f"the MTP module {what} {listed}; {effect}")
     return Check("tensors", "fits", f"the MTP module has all {len(wanted)}")
+
+
+def _further_files(files: CheckpointFiles) -> bool:
+    """Whether the folder has weights that neither an index nor the usual file names list."""
+    read = {*files.files.values()}
+    return any(
+        {*folder.glob("*.safetensors")} - read and not [*folder.glob("*.index.json")]
+        for folder in {path.parent for path in read}
+    )
 
 
 def _after(prefix: str, names: Iterable[str]) -> set[str]:

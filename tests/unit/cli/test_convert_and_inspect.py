@@ -130,8 +130,9 @@ def mimo(folder, edit="", **changes):
         ("-layers.0", 0, "ok tensors"),
         ("-layers.", 0, "? tensors: the target has no layer like"),
         ("+mtp_layers.0.mlp.down_proj.weight", 0, "? tensors: the target has no layer like"),
-        ("+layers.3.x.weight_scale", 0, "? tensors: quantized: their names were not"),
-        ("+mtp_layers.0.embed_tokens.weight", 0, "ok tensors"),
+        ("+layers.3.x.weight_scale", 0, "? tensors: not compared: quantized, or experts in"),
+        ("+layers.0.x.weight_scale", 0, "? tensors: not compared: quantized, or experts in"),
+        ("+mtp_layers.0.embed_tokens.weight", 1, "NO tensors: the MTP module has 'model.mtp_l"),
         ("+mtp_layers.0.x.bias", 1, "NO tensors: the MTP module has 'model.mtp_layers.0.x.bias'"),
         (f"-{NORM}", 1, f"NO tensors: the MTP module lacks 'model.{NORM}'; vLLM would not start"),
         ("-mtp", 1, "NO tensors: its config has an MTP module, but its files do not"),
@@ -143,6 +144,16 @@ def test_the_tensors_of_an_mtp_module(command, tmp_path, edit, status, words):
     assert code == status and words in " ".join(out.split())
     found = json.loads(command("inspect", tmp_path, "--json")[1])
     assert found["modules"] == 1 and found["fits"] == (status == 0)
+
+
+def test_an_mtp_module_in_a_file_without_index(command, tmp_path):
+    """vLLM reads all files of the folder; here, only the usual one is."""
+    mimo(tmp_path, "-mtp")
+    save_file({f"model.{NORM}": torch.zeros(4)}, tmp_path / "mtp.safetensors")
+    code, out, _ = command("inspect", tmp_path)
+    assert code == 0 and "? tensors: not all of the folder's files" in " ".join(out.split())
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert command("inspect", tmp_path)[0] == 1
 
 
 @pytest.mark.parametrize(

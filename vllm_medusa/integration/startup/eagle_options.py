@@ -114,7 +114,8 @@ def check_module(model_config: Any) -> None:
             f"{name} ({kind}) has no MTP module that vLLM supports. Use a drafter, for example "
             '"method": "eagle3", or another target.'
         )
-    if kind not in {module.kind for module in MTP_MODULES.values()}:
+    modules = [module for module in MTP_MODULES.values() if module.kind == kind]
+    if not modules:
         raise MedusaConfigError(
             f"{name} ({target.architectures[0]}) has an MTP module of type {kind}; trees support "
             f'only the modules of {", ".join(MTP_MODULES)}. Omit "tree" to use vLLM\'s own MTP.'
@@ -135,7 +136,7 @@ def check_module(model_config: Any) -> None:
         files = find_target(name, model_config.revision)
     except (HeadsError, OSError):
         return  # not downloaded yet, or in a format that only vLLM reads
-    check = check_tensors(files, target.architectures[0], target.num_hidden_layers)
+    check = check_tensors(files, modules[0], target.num_hidden_layers)
     if check.verdict == NO:
         raise MedusaConfigError(f"{name}: {check.text}.")
 
