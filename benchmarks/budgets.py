@@ -54,7 +54,7 @@ class BudgetOptions(EngineOptions):
 
     nodes: tuple[Positive, ...] = option("fixed budgets: draft nodes per request", default=(2, 4))
     rounds: FromZero = option("passes over the prompts with all budgets in turn", default=5)
-    seconds: Above | None = option("no pass starts later than that, per load", default=None)
+    seconds: Above | None = option("limit after which no pass starts, per load", default=None)
 
     def check(self) -> None:
         """See `Options.check`."""
