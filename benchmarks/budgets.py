@@ -58,8 +58,10 @@ class BudgetOptions(EngineOptions):
 
     def check(self) -> None:
         """See `Options.check`."""
-        if not self.rounds or self.only:
-            raise ValueError("this benchmark requires --rounds of at least 1, and has no --only")
+        if not self.rounds:
+            raise ValueError("rounds is 0; use at least 1")
+        if self.only:
+            raise ValueError(f"only is {self.only!r}, but all budgets run; choose --nodes instead")
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Turns:
         if self.scheduler.ahead:
             raise ValueError("the scheduler is asynchronous; this benchmark requires vLLM on a CPU")
         if (most := max(self.nodes)) > self.scheduler.max_drafts:
-            raise ValueError(f"--nodes {most} exceeds the tree's {self.scheduler.max_drafts}")
+            raise ValueError(f"nodes has {most}; use at most {self.scheduler.max_drafts}")
         self.budgets = {AUTOMATIC: self.scheduler.policy}
         self.budgets |= {str(nodes): FixedBudget(nodes) for nodes in (0, *self.nodes)}
         learn = self.scheduler._learn_time
@@ -118,8 +120,8 @@ def run(options: BudgetOptions, progress: Progress) -> Iterator[Row]:
     arm = arm_of(options.drafter, AUTOMATIC, 0)
     assert arm is not None
     prompts = options.all_prompts()
-    if len(prompts) < 2 * max(options.batch):  # few steps would have a full batch
-        raise ValueError(f"{len(prompts)} prompts for batch {max(options.batch)}; use more")
+    if len(prompts) < (least := 2 * max(options.batch)):  # few steps would have a full batch
+        raise ValueError(f"{len(prompts)} prompts for batch {least // 2}; use at least {least}")
     for temperature in options.temperatures:
         seed = SEED if temperature else None
         progress.note(f"T {temperature:g}: plain vLLM's tokens")

@@ -271,7 +271,7 @@ def test_budgets_take_turns():
     scheduler.run(100, requests=3)
     scheduler.run(100, prefill=True)
     assert len(turns.steps) == counted
-    with pytest.raises(ValueError, match="--nodes 9 exceeds the tree's 8"):
+    with pytest.raises(ValueError, match="nodes has 9; use at most 8"):
         Turns(scheduler, (9,), 4)
 
 
@@ -309,7 +309,7 @@ def test_budgets_with_other_tokens_get_no_number(monkeypatch):
     assert [row["arm"] for row in rows[:4]] == ["no drafts", "2 nodes", "4 nodes", "automatic"]
     assert rows[1]["ratio"] == pytest.approx(20 / 14) and rows[1]["requests"] == 4
     assert {row["failed"] for row in rows[4:]} == {"4 of 4 answers differ from plain vLLM's"}
-    with pytest.raises(ValueError, match="4 prompts for batch 3; use more"):
+    with pytest.raises(ValueError, match="4 prompts for batch 3; use at least 6"):
         next(budgets.run(replace(given, batch=(1, 3)), SILENT))
 
 
