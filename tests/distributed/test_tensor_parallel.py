@@ -81,6 +81,7 @@ def test_the_reference_is_meaningful(plain: Plain) -> None:
 
 
 def test_each_rank_scores_its_half(llm: LLM) -> None:
+    assert llm.collective_rpc("imported_before_fork") == [True, True]
     assert llm.collective_rpc("shard") == [[0, 256], [256, 256]]
 
 

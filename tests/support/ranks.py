@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -71,6 +72,10 @@ class Recording:
 
     def process_id(self) -> int:
         return os.getpid()
+
+    def imported_before_fork(self) -> bool:
+        """Whether the fork server imported `rank_imports`, whose errors it ignores."""
+        return "support.rank_imports" in sys.modules
 
     def shard(self) -> list[int] | None:
         """(first id, number of ids) scored by this rank; None: the whole vocabulary."""

@@ -24,7 +24,9 @@ from vllm_medusa.budget.cost import Floats
 Ints = npt.NDArray[np.integer]
 
 KINDS = 4  # of requests, whose drafts differ in value; numbered by the caller
-RANGE_ENDS = (1, 2, 4, 8, 16, 32)  # ends of the rank ranges of a request's nodes; the last is open
+# Ends of the rank ranges of a request's nodes; the last range is open. Also the limits to choose
+# from: a level more or less of drafting matters most for few nodes.
+RANGE_ENDS = (1, 2, 3, 4, 6, 8, 16, 32)
 USUAL_TAUS = (1.5, 1.7, 1.8, 1.9, 1.95, 2.0)  # tokens per step with 1, 2, .. draft nodes
 _COPIED = 1 + len(RANGE_ENDS)  # index after the ranges
 _BINS = 32  # in the square root of the survival
@@ -67,6 +69,7 @@ class ExpectedAcceptance:
         self._count = np.zeros((1 + _COPIED, _BINS))  # nodes
         self._worth = np.zeros((1 + _COPIED, _BINS))  # sum of their survivals
         self._steps = np.zeros(1 + _COPIED)  # of requests
+        self._known_curves: Floats | None = None  # until the histograms change
         self._accepted = np.zeros(KINDS)
         self._predicted = np.zeros(KINDS)
         self.ratio = np.ones(KINDS)
@@ -148,6 +151,7 @@ class ExpectedAcceptance:
         self.copies = bool(self._count[_COPIED].sum() > 1e-3)
 
     def _scale(self, weight: Floats) -> None:
+        self._known_curves = None
         self._count *= weight[:, None]
         self._worth *= weight[:, None]
         self._steps *= weight
@@ -171,15 +175,20 @@ class ExpectedAcceptance:
             limit: max nodes drafted per request; 0: only copies.
 
         """
-        covered = [*range(_num_ranges(limit)), _COPIED]
-        scale = self._steps[covered].clip(1e-9)[:, None]
-        count = (self._count[covered] / scale).sum(0)[::-1]
-        worth = (self._worth[covered] / scale).sum(0)[::-1]
-        return np.interp(
-            nodes,
-            np.concatenate([[0.0], count.cumsum()]),
-            np.concatenate([[0.0], worth.cumsum()]),
-        )
+        ranges = _num_ranges(limit)
+        return np.interp(nodes, *self._curves()[:, ranges])
+
+    def _curves(self) -> Floats:
+        """[2, 1 + ranges, 1 + _BINS] expected nodes of at least each survival, and their worth.
+
+        Row n is of the first n ranges and copies.
+        """
+        if self._known_curves is None:
+            both = np.stack([self._count, self._worth]) / self._steps.clip(1e-9)[:, None]
+            both = np.roll(both, 1, axis=1).cumsum(1)[..., ::-1]  # copies first
+            self._known_curves = np.zeros((*both.shape[:2], 1 + _BINS))
+            both.cumsum(2, out=self._known_curves[..., 1:])
+        return self._known_curves
 
     def even_gain(self, limit: int | None) -> float:
         """Accepted tokens per request if each request's best ``limit`` nodes are verified."""
