@@ -5,7 +5,7 @@ of accepted to expected tokens for requests of its kind, and counted in a histog
 The histogram says how many nodes of each survival a request of the batch is expected to have.
 
 A step drafts a limited number of nodes for a request and reveals nothing about others. So there
-is a histogram for each range of ranks (best, second, third and fourth, ...). Nodes copied from a
+is a histogram for each range of ranks (1, 2, 3, 4, 5 to 6, 7 to 8, ...). Nodes copied from a
 request's own text, or forced by its grammar, need no heads and have a separate histogram.
 """
 
@@ -24,8 +24,9 @@ from vllm_medusa.budget.cost import Floats
 Ints = npt.NDArray[np.integer]
 
 KINDS = 4  # of requests, whose drafts differ in value; numbered by the caller
-# Ends of the rank ranges of a request's nodes; the last range is open. Also the limits to choose
-# from: a level more or less of drafting matters most for few nodes.
+# Ends of the rank ranges of a request's nodes; the last range is open. They are also the limits
+# that the budget chooses from: closer together for few nodes, where a further level to draft takes
+# most of the time.
 RANGE_ENDS = (1, 2, 3, 4, 6, 8, 16, 32)
 USUAL_TAUS = (1.5, 1.7, 1.8, 1.9, 1.95, 2.0)  # tokens per step with 1, 2, .. draft nodes
 _COPIED = 1 + len(RANGE_ENDS)  # index after the ranges
