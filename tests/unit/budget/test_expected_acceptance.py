@@ -83,6 +83,15 @@ def test_nothing_is_learned_beyond_a_limit():
     assert acceptance.even_gain(4) > four
 
 
+def test_the_gain_of_a_limit_is_that_of_its_ranks():
+    acceptance = ExpectedAcceptance()
+    for _ in range(5000):  # the prior is forgotten
+        acceptance.observe([Drafted([0.9, 0.8, 0.5, 0.4, 0.3])], [0], [0])
+    for limit, gain in ((1, 0.9), (2, 1.7), (3, 2.2), (4, 2.6), (5, 2.6), (6, 2.9), (None, 2.9)):
+        assert acceptance.gain(np.array([6.0]), limit)[0] == pytest.approx(gain, rel=0.01)
+        assert acceptance.gain(np.array([1.0]), limit)[0] == pytest.approx(0.9, rel=0.01)
+
+
 def test_copies_do_not_count_toward_the_limit():
     acceptance = ExpectedAcceptance([1.5])
     assert not acceptance.copies

@@ -19,7 +19,7 @@ from vllm_medusa.budget.expected_acceptance import Drafted, ExpectedAcceptance
 from vllm_medusa.budget.policy import AutoBudget, FixedBudget
 
 STEPS = 1200
-FIXED = (0, 1, 2, 4, 8, 12)
+FIXED = (0, 1, 2, 3, 4, 6, 8, 12)
 NODES, HEADS = 12, 5  # candidates per request
 CPU = (
     (1, 4, 8, 16, 24, 32, 64, 128, 4096),
