@@ -22,7 +22,7 @@ def _one_import_for_all_ranks() -> Iterator[None]:
     from vllm.v1.executor import multiproc_executor
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.rank_imports"])  # errors: `imported_before_fork`
+    context.set_forkserver_preload(["support.rank_imports"])  # ranks check its success
 
     def get_mp_context() -> Any:
         tests = str(Path(__file__).parents[1])

@@ -24,9 +24,7 @@ from vllm_medusa.budget.cost import Floats
 Ints = npt.NDArray[np.integer]
 
 KINDS = 4  # of requests, whose drafts differ in value; numbered by the caller
-# Ends of the rank ranges of a request's nodes; the last range is open. They are also the limits
-# that the budget chooses from: closer together for few nodes, where a further level to draft takes
-# most of the time.
+# Ends of the rank ranges of a request's nodes; the last range is open. The budget's limits, too.
 RANGE_ENDS = (1, 2, 3, 4, 6, 8, 16, 32)
 USUAL_TAUS = (1.5, 1.7, 1.8, 1.9, 1.95, 2.0)  # tokens per step with 1, 2, .. draft nodes
 _COPIED = 1 + len(RANGE_ENDS)  # index after the ranges
